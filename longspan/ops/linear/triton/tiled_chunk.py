@@ -62,27 +62,24 @@ from longspan.ops.linear.triton.scan import Part, StatesPlan
 
 CHUNK = 64
 TILE = 64
-NARROWEST = 64
 # Warps, pipeline stages and the register limit per thread.
 TiledChunkTiling = namedtuple("TiledChunkTiling", "warps stages registers", defaults=(None,))
-TiledChunkTilings = namedtuple("TiledChunkTilings", "scales sums read queries keys values")
+TiledChunkTilings = namedtuple("TiledChunkTilings", "scales sums read queries keys")
 # By the larger one of the padded dimensions, up to 192 and up to 256.
 TILINGS = {
     192: TiledChunkTilings(
         scales=TiledChunkTiling(4, 1),
-        sums=TiledChunkTiling(4, 2),
-        read=TiledChunkTiling(4, 1),
-        queries=TiledChunkTiling(8, 1),
-        keys=TiledChunkTiling(8, 1),
-        values=TiledChunkTiling(4, 1),
+        sums=TiledChunkTiling(4, 3),
+        read=TiledChunkTiling(4, 2),
+        queries=TiledChunkTiling(8, 2, 128),
+        keys=TiledChunkTiling(4, 2),
     ),
     256: TiledChunkTilings(
         scales=TiledChunkTiling(4, 1),
-        sums=TiledChunkTiling(4, 2),
-        read=TiledChunkTiling(8, 1),
-        queries=TiledChunkTiling(8, 1),
-        keys=TiledChunkTiling(8, 1),
-        values=TiledChunkTiling(8, 1),
+        sums=TiledChunkTiling(4, 3),
+        read=TiledChunkTiling(4, 2),
+        queries=TiledChunkTiling(8, 3),
+        keys=TiledChunkTiling(4, 2),
     ),
 }
 # Programs that sum segments: as many as a large GPU runs at once.
@@ -91,11 +88,9 @@ PROGRAMS = 660
 READ_SHARE, QUERIES_SHARE, KEYS_SHARE = 1.75, 1.25, 0.625
 
 # Compile-time constants: heads, dimensions, tokens in a chunk; features and values padded; the blocks D1 + D2 = BM and
-# E1 + E2 = BE, the second of which may be 0; features and values per program that sums; tiles of features and of values; the map.
+# E1 + E2 = BE, the second of which may be 0; the width of tiles of features and of values; the map.
 # SCALED: keys carry log scales.
-TiledChunkSizes = namedtuple(
-    "TiledChunkSizes", "H HKV D E C BM BE D1 D2 E1 E2 TILE TD TE MAP SCALED NORMALIZE", defaults=(True,)
-)
+TiledChunkSizes = namedtuple("TiledChunkSizes", "H HKV D E C BM BE D1 D2 E1 E2 TILE MAP SCALED NORMALIZE")
 
 
 @triton.jit
@@ -148,11 +143,11 @@ def _existing(b_f, first, S: tl.constexpr):
 def largest_logit(p_x, stride, rows, S: tl.constexpr):
     """The binary logarithm of a token's largest feature (C,), of the map "softmax"."""
     b_largest = tl.full((S.C,), FLOOR, tl.float32)
-    TILES: tl.constexpr = S.BM // S.TD
+    TILES: tl.constexpr = S.BM // S.TILE
     for i in tl.static_range(TILES):  # all loads at once
-        b_x = load_rows(p_x + i * S.TD, stride, rows, S.D, S.C, S.TD, i).to(tl.float32)
+        b_x = load_rows(p_x + i * S.TILE, stride, rows, S.D, S.C, S.TILE, i).to(tl.float32)
         if S.BM != S.D:
-            b_x = tl.where((i * S.TD + tl.arange(0, S.TD) < S.D)[None, :], b_x, FLOOR)
+            b_x = tl.where((i * S.TILE + tl.arange(0, S.TILE) < S.D)[None, :], b_x, FLOOR)
         b_largest = tl.maximum(b_largest, tl.max(b_x, 1))
     return b_largest * LOG2E
 
@@ -189,20 +184,18 @@ def store_sums(p_kv, p_z, i_x, i_m, i_e, i_v, b_kv, b_z, S: tl.constexpr):
     i_m of one of (BM,).
     """
     p_kv += i_x * (S.BM * S.BE) + i_m[:, None] * S.BE + i_e[None, :]
-    m_m, m_kv = None, None
-    if S.BM % S.TILE != 0 or S.BE % S.TILE != 0:
-        m_m, m_kv = i_m < S.BM, (i_m < S.BM)[:, None] & (i_e < S.BE)[None, :]
-    tl.store(p_kv, b_kv.to(p_kv.dtype.element_ty), mask=m_kv)
+    # Not to stay in the L2 cache, which holds the inputs of the other tiles' programs.
+    tl.store(p_kv, b_kv.to(p_kv.dtype.element_ty), cache_modifier=".cs")
     if S.NORMALIZE:
         if i_v == 0:
-            tl.store(p_z + i_x * S.BM + i_m, b_z, mask=m_m)
+            tl.store(p_z + i_x * S.BM + i_m, b_z)
 
 
 @triton.jit
 def sums_index(first, sequences, S: tl.constexpr):
     """Tile of features, tile of values, then as `sequence_index`, of a program that sums."""
-    TILES: tl.constexpr = tl.cdiv(S.BE, S.TILE)
-    i_tile, i_s, i_x, i_n, i_b, i_h = sequence_index(first, sequences, tl.cdiv(S.BM, S.TILE) * TILES, S)
+    TILES: tl.constexpr = S.BE // S.TILE
+    i_tile, i_s, i_x, i_n, i_b, i_h = sequence_index(first, sequences, S.BM // S.TILE * TILES, S)
     return i_tile // TILES, i_tile % TILES, i_s, i_x, i_n, i_b, i_h
 
 
@@ -355,10 +348,10 @@ def linear_tiled_chunk_forward_kernel(
     if S.E2 > 0:
         b_rest = zeros(S.C, S.E2)
     b_den = zeros(S.C)
-    for i_m in range(0, S.BM, S.TD):
-        i_f = i_m + tl.arange(0, S.TD)
-        b_q = load_rows(p_q + i_m, q.t, left, S.D, S.C, S.TD, i_m // S.TD)
-        b_k = load_rows(p_k + i_m, k.t, rows, S.D, S.C, S.TD, i_m // S.TD)
+    for i_m in range(0, S.BM, S.TILE):
+        i_f = i_m + tl.arange(0, S.TILE)
+        b_q = load_rows(p_q + i_m, q.t, left, S.D, S.C, S.TILE, i_m // S.TILE)
+        b_k = load_rows(p_k + i_m, k.t, rows, S.D, S.C, S.TILE, i_m // S.TILE)
         b_query = query_features(b_q, b_offset, i_m, S).to(tl.bfloat16)
         b_f = key_features(b_k, b_scale, rows, i_m, S).to(tl.bfloat16)
         if S.NORMALIZE:
@@ -441,12 +434,12 @@ def linear_tiled_chunk_backward_queries_kernel(
     b_rest = b_g
     if S.D2 > 0:
         b_rest = zeros(S.C, S.D2)
-    for i in range(0, S.BE, S.TE):
-        i_e = i + tl.arange(0, S.TE)
-        b_d = load_rows(p_d_out + i, d.t, left, S.E, S.C, S.TE, i // S.TE)
-        b_v = load_rows(p_v + i, v.t, rows, S.E, S.C, S.TE, i // S.TE)
+    for i in range(0, S.BE, S.TILE):
+        i_e = i + tl.arange(0, S.TILE)
+        b_d = load_rows(p_d_out + i, d.t, left, S.E, S.C, S.TILE, i // S.TILE)
+        b_v = load_rows(p_v + i, v.t, rows, S.E, S.C, S.TILE, i // S.TILE)
         if S.NORMALIZE:
-            b_out = load_rows(p_out + i, S.H * S.E, left, S.E, S.C, S.TE, i // S.TE)
+            b_out = load_rows(p_out + i, S.H * S.E, left, S.E, S.C, S.TILE, i // S.TILE)
             b_delta += tl.sum(b_d.to(tl.float32) * b_out.to(tl.float32), 1)
         b_a = tl.dot(b_d, tl.trans(b_v), b_a)
         b_kv = load_sums(p_before, i_far, p_prefix, i_near, old, tl.arange(0, S.D1), i_e, S)
@@ -577,10 +570,10 @@ def _differentiate_keys(inputs, states, scales, rows_of, index, p_d_k, T, q, k, 
     for g in range(GROUP):
         i_o = i_q + g * tl.cdiv(T, S.C) * S.C + i_t
         b_a = zeros(S.C, S.C)
-        for i in range(0, S.BE, S.TE):
-            i_e = i + tl.arange(0, S.TE)
-            b_v = load_rows(p_v + i, v.t, rows, S.E, S.C, S.TE, i // S.TE)
-            b_d = load_rows(p_d_out + g * d.h + i, d.t, left, S.E, S.C, S.TE, i // S.TE)
+        for i in range(0, S.BE, S.TILE):
+            i_e = i + tl.arange(0, S.TILE)
+            b_v = load_rows(p_v + i, v.t, rows, S.E, S.C, S.TILE, i // S.TILE)
+            b_d = load_rows(p_d_out + g * d.h + i, d.t, left, S.E, S.C, S.TILE, i // S.TILE)
             b_a = tl.dot(b_v, tl.trans(b_d), b_a)
             if g == 0:
                 b_d_kv = load_sums(p_after, i_far, p_suffix, i_near, new, tl.arange(0, S.D1), i_e, S)
@@ -627,10 +620,10 @@ def _differentiate_values(inputs, states, scales, rows_of, index, p_d_v, T, q, k
         i_o = i_q + g * tl.cdiv(T, S.C) * S.C + i_t
         b_normal = load_normal(p_normalized, i_o, S)
         b_p = zeros(S.C, S.C)
-        for i_m in range(0, S.BM, S.TD):
-            i_f = i_m + tl.arange(0, S.TD)
-            b_k = load_rows(p_k + i_m, k.t, rows, S.D, S.C, S.TD, i_m // S.TD)
-            b_q = load_rows(p_q + g * q.h + i_m, q.t, left, S.D, S.C, S.TD, i_m // S.TD)
+        for i_m in range(0, S.BM, S.TILE):
+            i_f = i_m + tl.arange(0, S.TILE)
+            b_k = load_rows(p_k + i_m, k.t, rows, S.D, S.C, S.TILE, i_m // S.TILE)
+            b_q = load_rows(p_q + g * q.h + i_m, q.t, left, S.D, S.C, S.TILE, i_m // S.TILE)
             b_f = key_features(b_k, b_scale, rows, i_m, S).to(tl.bfloat16)
             b_query = query_features(b_q, b_normal, i_m, S).to(tl.bfloat16)
             b_p = tl.dot(b_f, tl.trans(b_query), b_p)
@@ -723,10 +716,9 @@ class _TiledChunkPlan(StatesPlan):
         (D1, D2), (E1, E2) = _blocks(self.D), _blocks(self.E)
         scaled = problem.feature_map == "softmax"
         sizes = self.H, self.Hkv, self.D, self.E, CHUNK, D1 + D2, E1 + E2, D1, D2, E1, E2, TILE
-        options = problem.feature_map, scaled, problem.normalize
-        self.S = TiledChunkSizes(*sizes, _tile_of(D1, D2), _tile_of(E1, E2), *options)
+        self.S = TiledChunkSizes(*sizes, problem.feature_map, scaled, problem.normalize)
         self.tilings = TILINGS[192 if max(self.S.BM, self.S.BE) <= 192 else 256]
-        self.tiles, self.programs = -(-self.S.BM // TILE) * -(-self.S.BE // TILE), PROGRAMS
+        self.tiles, self.programs = self.S.BM * self.S.BE // TILE**2, PROGRAMS
         self.saved = _saved(self.B, self.T, self.H, self.Hkv, scaled)
         self.eager = Workspace(self.den_buffer, *self.saved.buffers)
 
@@ -758,7 +750,7 @@ class _TiledChunkForward(_TiledChunkPlan):
         parts = self.split(READ_SHARE)
         self.workspace = Workspace(*self.stack(parts[0]), (self.heads * self.chunks, torch.float32))
         if self.S.SCALED:
-            other = {"H": 0, "E": 0, "BE": 0, "E1": 0, "E2": 0, "TE": 0}
+            other = {"H": 0, "E": 0, "BE": 0, "E1": 0, "E2": 0}
             kernel, programs = linear_tiled_chunk_forward_scales_kernel, self.heads * self.chunks
             self.scales = self.tiled(kernel, self.tilings.scales, programs, (), "k", **other)
         kernel, programs = linear_tiled_chunk_forward_kernel, self.H // self.Hkv * self.chunks
@@ -851,14 +843,9 @@ class _TiledChunkBackward(_TiledChunkPlan):
 
 
 def _blocks(size: int) -> tuple[int, int]:
-    """Return the widths of one or two blocks of at least 64 for this many columns; 0 for no second."""
+    """Return the widths of one or two blocks of at least a tile for this many columns; 0 for no second."""
     first, rest = columns(max(size, TILE))
-    return first, max(rest, NARROWEST) if rest else 0
-
-
-def _tile_of(first: int, rest: int) -> int:
-    """Return the width of tiles of such blocks."""
-    return min(TILE, rest or first)
+    return first, max(rest, TILE) if rest else 0
 
 
 def _saved(B: int, T: int, H: int, Hkv: int, scaled: bool) -> Workspace:
