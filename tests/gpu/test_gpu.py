@@ -61,6 +61,27 @@ STATELESS = [
     Case(T=67, B=1, D=64, E=64, bucket=128, stateless=True, feature_map="softmax"),
 ]
 
+# Features and values in tiles: bfloat16 only. 2 × 32 heads are enough for one segment, 2 are divided into many.
+WIDE = [
+    Case(T=1024, B=1, H=4, Hkv=2, D=192, E=192, feature_map="softmax"),
+    Case(T=1024, B=2, H=32, Hkv=32, D=192, E=192, feature_map="softmax", stateless=True),
+    Case(T=517, B=2, H=2, Hkv=2, D=131, E=200, feature_map="softmax", lengths=(0, 400), jump=60.0),
+    Case(T=517, B=1, H=2, Hkv=2, D=192, E=192, feature_map="softmax", strided=True),
+    Case(T=1031, B=2, H=4, Hkv=2, D=256, E=160, lengths=(1031, 700), stateless=True),
+    Case(T=517, B=1, H=2, Hkv=1, D=192, E=64, feature_map="relu", state=False),
+    Case(T=517, B=1, H=2, Hkv=1, D=64, E=192),
+    Case(T=517, B=1, H=2, Hkv=1, D=256, E=64, feature_map="identity"),
+    Case(T=517, B=1, H=4, Hkv=2, D=64, E=256, feature_map="identity", normalize=False, lengths=(500,)),
+    Case(T=517, B=1, H=2, Hkv=2, D=192, E=192, normalize=False, stateless=True),
+]
+
+
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_wide_heads(case: Case) -> None:
+    given = arguments(case, torch.bfloat16, "cuda")
+    assert kernel_problem(case, given[2]).algorithm == "tiled_chunk"
+    check(case, given, torch.bfloat16)
+
 
 @pytest.mark.parametrize("case", STATELESS, ids=str)
 def test_short_sequences_and_blind_spots(case: Case) -> None:

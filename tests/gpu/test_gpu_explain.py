@@ -16,7 +16,7 @@ pytestmark = [
 ]
 # Names of kernels begin with the operation and the algorithm.
 KERNELS = re.compile(
-    r"(?:linear|gated)_(fused_chunk|favor_bidirectional|favor|chunk|bidirectional|decay|delta|channel)_"
+    r"(?:linear|gated)_(fused_chunk|tiled_chunk|favor_bidirectional|favor|chunk|bidirectional|decay|delta|channel)_"
     r"|(window|compressed|hedgehog|gates|l2_norm)_(?:features_)?(?:forward|backward)|(decode)_"
 )
 CASES: list[tuple[str, dict[str, Any]]] = [

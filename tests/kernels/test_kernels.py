@@ -255,7 +255,7 @@ def test_direct_and_traced_calls_agree(case: Case, state: bool) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("algorithm", ["fused_chunk", "chunk", "favor"])
+@pytest.mark.parametrize("algorithm", ["fused_chunk", "tiled_chunk", "chunk", "favor"])
 def test_an_unknown_feature_map_is_refused(algorithm: str) -> None:
     case = Case(num_features=19 if algorithm == "favor" else None)
     _, _, tensors = arguments(case, torch.bfloat16, "cpu")
@@ -265,7 +265,7 @@ def test_an_unknown_feature_map_is_refused(algorithm: str) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("algorithm", ["fused_chunk", "chunk"])
+@pytest.mark.parametrize("algorithm", ["fused_chunk", "tiled_chunk", "chunk"])
 def test_an_unknown_feature_map_does_not_compile(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.errors import InterpreterError
 
@@ -425,8 +425,11 @@ def test_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
     for shared in (99, 163, 227):
         monkeypatch.setattr(dispatch, "_shared_memory_kb", lambda device, shared=shared: shared)
         assert algorithm(64) == "fused_chunk"
-        assert algorithm(128) == ("fused_chunk" if shared > 99 else "chunk")
-        assert algorithm(129) == algorithm(64, torch.float16) == algorithm(64, normalize=False) == "chunk"
+        assert algorithm(128) == ("fused_chunk" if shared > 99 else "tiled_chunk")
+        assert algorithm(129) == "tiled_chunk"
+        assert (
+            algorithm(129, torch.float16) == algorithm(64, torch.float16) == algorithm(64, normalize=False) == "chunk"
+        )
         assert algorithm(256, name="favor") == "favor"
         assert algorithm(64, torch.float32, "favor") == algorithm(64, name="favor", normalize=False) == "chunk"
     scaled = inputs(torch.empty(1, 4, 2, 8, dtype=torch.bfloat16), log_scale=torch.empty(1, 4, 2))

@@ -120,9 +120,10 @@ def test_segments_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("bfloat16")
 def test_sequences_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     from longspan.ops.common.launch import signature
-    from longspan.ops.linear.triton import favor
+    from longspan.ops.linear.triton import favor, scan
 
-    for name, value in (("SMALL", 0), ("READ_SHARE", 10.0), ("QUERIES_SHARE", 10.0), ("KEYS_SHARE", 5.0)):
+    monkeypatch.setattr(scan, "SMALL", 0)
+    for name, value in (("READ_SHARE", 10.0), ("QUERIES_SHARE", 10.0), ("KEYS_SHARE", 5.0)):
         monkeypatch.setattr(favor, name, value)
     case = Case(T=71, B=1, H=6, Hkv=3, feature_map="favor", num_features=19)
     arguments = given(case)

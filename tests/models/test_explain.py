@@ -201,7 +201,7 @@ def test_every_argument_is_part_of_the_call() -> None:
     assert algorithms(explain("linformer", 1, 257, **dropped)) == ["compressed"]
     assert algorithms(explain("linformer", 1, 257, training=True, **dropped)) == []
     assert algorithms(explain("linear", 1, 67, num_heads=2, head_dim=128)) == ["fused_chunk"]
-    assert algorithms(explain("linear", 1, 67, num_heads=2, head_dim=192)) == ["chunk"]
+    assert algorithms(explain("linear", 1, 67, num_heads=2, head_dim=192)) == ["tiled_chunk"]
     assert algorithms(explain("linear", 1, 67, dtype="float32")) == ["chunk"]
     assert explain("linear", 1, 67, num_heads=6, num_kv_heads=3).on_kernels
     with pytest.raises(ValueError, match=r"num_heads \(4\) must be a multiple of num_kv_heads \(3\)"):

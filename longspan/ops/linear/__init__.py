@@ -9,7 +9,7 @@ the same sum over v ≡ 1; c_i cancels in the ratio. Feature maps are applied ch
 stored in full, and only q, k, v and the result are saved for backward. README.md in this folder derives forward and
 backward.
 
-`torch` computes this on any device; `triton` on CUDA, by one of three algorithms. Which one runs is decided once per
+`torch` computes this on any device; `triton` on CUDA, by one of four algorithms. Which one runs is decided once per
 call, by `choose_algorithm`. This file imports names from PyTorch, because `torch` is a module of this package.
 """
 
@@ -257,7 +257,7 @@ def _eager_plan(
     x = LinearInputs(q, k, v, weight, None, lengths, None, None)
     algorithm = choose_algorithm(x, feature_map, normalize, bucket, epsilon)
     dense = all(y.stride(-1) == 1 for y in (q, k, v)) and (weight is None or weight.is_contiguous())
-    if algorithm not in ("fused_chunk", "favor") or not dense:
+    if algorithm not in ("fused_chunk", "tiled_chunk", "favor") or not dense:
         return False
     return _Stateless(x, LinearProblem(feature_map, normalize, bucket, False, algorithm, epsilon))
 
@@ -499,14 +499,15 @@ def choose_algorithm(x: LinearInputs, feature_map: str, normalize: bool, bucket:
 
 
 def triton_algorithm(x: LinearInputs, feature_map: str, normalize: bool) -> str:
-    """Return the Triton module for inputs that the kernels take: "fused_chunk", "favor" or "chunk"."""
+    """Return the Triton module for inputs that the kernels take."""
     size = max(x.q.shape[3], x.v.shape[3])
-    if x.q.dtype != bfloat16 or not normalize or x.log_scale is not None:
+    wide = size > 128 and feature_map in ("identity", "elu", "relu")
+    if x.q.dtype != bfloat16 or not (normalize or wide) or x.log_scale is not None:
         return "chunk"
     if feature_map == "favor":
         return "favor"
     fits = size <= 64 or (size <= 128 and dispatch.insufficient_shared_memory(x.q, 163) is None)
-    return "fused_chunk" if fits else "chunk"
+    return "fused_chunk" if fits else "tiled_chunk"
 
 
 def why_not_triton(

@@ -41,7 +41,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan.ops.common.exp import LOG2E, exp2, scaled_sum, widen
-from longspan.ops.common.launch import Launch, Signature, Strides, Workspace, dense, dense_rows, new_like, on_device
+from longspan.ops.common.launch import Launch, Signature, Workspace, dense, dense_rows, new_like, on_device
 from longspan.ops.common.tiles import (
     FLOOR,
     ZERO_NORMALIZER,
@@ -60,7 +60,7 @@ from longspan.ops.common.tiles import (
     zeros,
 )
 from longspan.ops.linear import LinearInputs, LinearProblem, LinearSaved
-from longspan.ops.linear.triton.scan import CausalPlan, ScanSizes
+from longspan.ops.linear.triton.scan import Part, StatesPlan, is_small
 
 # Features in a tile, warps, pipeline stages, the register limit per thread, and the largest number of programs that go
 # through segments: as many as a large GPU runs at once.
@@ -96,10 +96,9 @@ TILINGS = {
         keys=FavorTiling(TILE, 8, 1),
     ),
 }
-# The sums before all chunks of all sequences are four times the size of an input or more. Sequences are processed in
-# several parts if those sums would exceed SMALL bytes and these shares of the bytes of q, k, v and out: for the
-# results, for the gradients of queries, and for those of keys, when three gradients are allocated already.
-SMALL = 1 << 26
+# The sums before all chunks of all sequences are four times the size of an input or more, see `StatesPlan.split`. These
+# shares of the bytes of q, k, v and out are for the results, for the gradients of queries, and for those of keys, when
+# three gradients are allocated already.
 READ_SHARE, QUERIES_SHARE, KEYS_SHARE = 1.75, 1.25, 0.625
 
 
@@ -779,17 +778,13 @@ def saved_size(x: LinearInputs, problem: LinearProblem) -> int:
     return _saved(B, T, H, x.k.shape[2], D, len(x.weight), x.v.shape[3] if problem.epsilon else 0).size
 
 
-# Sequences from `first` on, each in segments of `run` chunks.
-_Part = namedtuple("_Part", "first sequences segments run")
-
-
-class _FavorPlan(CausalPlan):
+class _FavorPlan(StatesPlan):
     def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
-        super().__init__(device, key, problem, num_features=key[3][0][0])
-        self.chunks = -(-self.T // CHUNK)
+        super().__init__(device, key, problem, CHUNK, num_features=key[3][0][0])
         blocks = padded(self.D), feature_block(self.M), padded(self.E)
         self.S = FavorSizes(self.H, self.Hkv, self.D, self.M, self.E, CHUNK, *blocks, problem.epsilon)
         self.tilings = TILINGS[max(self.S.BD, self.S.BE)]
+        self.tiles, self.programs = self.S.BM // TILE, self.tilings.sums.programs
         residuals = self.E if problem.epsilon else 0
         self.saved = _saved(self.B, self.T, self.H, self.Hkv, self.D, self.M, residuals)
         self.eager = Workspace(self.den_buffer, *self.saved.buffers)
@@ -801,47 +796,10 @@ class _FavorPlan(CausalPlan):
             return self.pointers(self.eager, saved)
         return [*self.addresses(den), *self.pointers(self.saved, saved)]
 
-    def split(self, share: float) -> list[_Part]:
-        """Divide the sequences into parts whose sums take about `share` times the bytes of q, k, v and out."""
-        tensors = 2 * self.B * self.T * (self.H + self.Hkv) * (self.D + self.E)
-        bytes_of_all = 4 * Workspace(*self.stack(self.part(0, self.heads))).size
-        number = 1 if bytes_of_all <= SMALL else -(-bytes_of_all // int(share * tensors))
-        size = -(-self.heads // number)
-        return [self.part(first, size) for first in range(0, self.heads, size)]
-
-    def part(self, first: int, size: int) -> _Part:
-        segments, run = self.segment(self.tilings.sums, size * (self.S.BM // TILE))
-        return _Part(first, min(size, self.heads - first), segments, run)
-
-    def stack(self, part: _Part) -> list[tuple[int, torch.dtype]]:
-        """Totals of segments, sums of chunks from their segment's start (or end), and sums beyond each segment."""
-        segments, chunks, size = part.sequences * part.segments, part.sequences * self.chunks, self.S.BM * self.S.BE
-        fp32, bf16 = torch.float32, torch.bfloat16
-        totals = (segments * size, fp32), (segments * self.S.BM, fp32)
-        return [*totals, (chunks * size, bf16), (chunks * self.S.BM, fp32), (segments * size, bf16)]
-
-    def segment(self, tiling: FavorTiling, programs: int) -> tuple[int, int]:
-        """Return the number of segments of each sequence and of chunks in each, for `programs` sequences and tiles."""
-        run = -(-self.chunks // max(1, min(self.chunks, tiling.programs // programs)))
-        return -(-self.chunks // run), run
-
     def tiled(
-        self, kernel: Any, tiling: FavorTiling, programs: int, sizes: tuple[int, ...], strided: str, **other: Any
+        self, kernel: Any, tiling: Any, programs: int, sizes: tuple[int, ...], strided: str, **other: Any
     ) -> Launch:
-        """strided: tensors whose strides follow the sizes. other: constants that differ from the plan's; 0 for those
-        that the kernel does not use, so that it is not compiled again.
-        """
-        constants = {"S": self.S._replace(**{"TILE": tiling.tile, **other})}
-        options = {"num_warps": tiling.warps, "num_stages": tiling.stages, "maxnreg": tiling.registers}
-        scalars = self.T, *sizes, *(Strides.of(self.tensors[name]) for name in strided)
-        return self.launch(kernel, (programs,), scalars, {**constants, **options})
-
-    def of_part(
-        self, kernel: Any, tiling: FavorTiling, part: _Part, programs: int, strided: str, **other: Any
-    ) -> Launch:
-        """Create the launch of a kernel for one part, with `programs` programs per sequence."""
-        sizes = part.segments, part.run, part.first, part.sequences
-        return self.tiled(kernel, tiling, part.sequences * programs, sizes, strided, **other)
+        return super().tiled(kernel, tiling, programs, sizes, strided, **{"TILE": tiling.tile, **other})
 
     def values_launch(self, name: str) -> Launch | None:
         """The sums of v, or of the gradient "d", of each chunk, which only an epsilon needs."""
@@ -861,16 +819,15 @@ class _FavorPlan(CausalPlan):
         return sums.cumsum_(1)
 
     def part_launches(
-        self, parts: list[_Part], kernel: Any, tiling: FavorTiling, programs: int, strided: str, *, back: bool = False
+        self, parts: list[Part], kernel: Any, tiling: FavorTiling, programs: int, strided: str, *, back: bool = False
     ) -> list[tuple[Launch, Launch, Launch]]:
         """Return the launches for each part: sums of its segments, the scan, and the kernel of its chunks."""
         sums, inputs, unused = linear_favor_forward_sums_kernel, "kv", {"H": 0, "EPSILON": 0.0}
         if back:
             sums, inputs, unused = linear_favor_backward_sums_kernel, "qd", {}
-        tiles = self.S.BM // TILE
         return [
             (
-                self.of_part(sums, self.tilings.sums, part, part.segments * tiles, inputs, **unused),
+                self.of_part(sums, self.tilings.sums, part, part.segments * self.tiles, inputs, **unused),
                 self.scan_part(part, back=back),
                 self.of_part(kernel, tiling, part, programs, strided),
             )
@@ -880,12 +837,6 @@ class _FavorPlan(CausalPlan):
     def scan_values(self, x: LinearInputs) -> Tensor | None:
         """Σ [v, 1] over the visible keys before each chunk, with an epsilon."""
         return self.values_scan(self.values, x.total, x.v, x.lengths, None, None)
-
-    def scan_part(self, part: _Part, *, back: bool) -> Launch:
-        BM, BE = self.S.BM, self.S.BE
-        sizes = ScanSizes(self.M, self.E, BM, BE, BE, max(1, 512 // BE), BE, 1, "2", KNOWN=True, BACK=back)
-        where = {"chunks": part.run, "last": self.chunks, "first": part.first}
-        return self.scan_launch(part.sequences, part.segments, sizes, **where)
 
 
 class _FavorForward(_FavorPlan):
@@ -924,7 +875,7 @@ class _FavorForward(_FavorPlan):
 
     def scales_launch(self, name: str, heads: int, *, key: bool) -> Launch:
         tiling = self.tilings.scales
-        segments, run = self.segment(tiling, self.B * heads)
+        segments, run = self.segment(tiling.programs, self.B * heads)
         tile = min(tiling.tile, self.S.BM & -self.S.BM)  # a power of two that divides BM
         other = {"H": heads, "HKV": 0, "E": 0, "BE": 0, "TILE": tile, "KEY": key}
         programs = self.B * heads * segments
@@ -940,7 +891,7 @@ class _FavorBackward(_FavorPlan):
         tokens, more = (rows * CHUNK, torch.float32), (rows * CHUNK if self.S.EPSILON else 0, torch.float32)
         self.query_stack, self.key_stack = Workspace(*self.stack(queries[0])), Workspace(*self.stack(keys[0]))
         # A small stack is allocated with the rows and used twice: allocations take the host time too.
-        small = self.query_stack.buffers if 4 * self.query_stack.size <= SMALL and queries == keys else ()
+        small = self.query_stack.buffers if is_small(self.query_stack) and queries == keys else ()
         self.rows = Workspace(tokens, tokens, more, more, *small)
         unused = {"HKV": 0, "D": 0, "M": 0, "BD": 0, "BM": 0}
         self.delta = self.tiled(linear_favor_backward_delta_kernel, self.tilings.delta, rows, (), "d", **unused)

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.ops.common.exp import LOG2E, add, exp2, log2, round_once, same_layout
+from longspan.ops.common.exp import LOG2E, add, exp2, log2, round_once, same_layout, widen
 from longspan.ops.common.feature_maps import pointwise_features, pointwise_gradient
 from longspan.ops.common.launch import Launch, Signature, Strides, Workspace, dense, dense_rows, new_like, on_device
 from longspan.ops.common.tiles import FLOOR, ZERO_NORMALIZER, inverse, padded, running_maximum, zeros
@@ -164,6 +164,24 @@ def split_bfloat16(b_x, R: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr):
     b_low = tl.where(i_half == 1, (b_x - b_high)[None, :, :], 0.0)
     b_split = tl.where(i_half == 0, b_high[None, :, :], b_low)
     return tl.reshape(b_split.to(tl.bfloat16), (ROWS, BD))
+
+
+@triton.jit
+def partial_sums(b_x, S: tl.constexpr):
+    """Σ of every Rth row of x (C, BD) as (R, BD), which needs no other thread."""
+    return tl.sum(tl.reshape(b_x, (S.C // R, R, S.BD)), 0)
+
+
+@triton.jit
+def first_row(b_z):
+    """A row (1, BD) as the first of R rows; the others are zeros."""
+    return tl.where(tl.arange(0, R)[:, None] == 0, b_z, 0)
+
+
+@triton.jit
+def total_rows(b_z, S: tl.constexpr):
+    """The sum of the rows of z (R, BD), to 16 bits, in each of C rows."""
+    return tl.dot(tl.full((S.C, 2 * R), 1.0, tl.bfloat16), split_bfloat16(b_z, R, 2 * R, S.BD))
 
 
 @triton.jit
@@ -405,7 +423,7 @@ def _read_segment(start, counts, q, S: tl.constexpr, PER_ROW: tl.constexpr, STAG
     for _ in tl.range(count, num_stages=1 if PER_ROW else STAGES):
         if S.BUCKET <= S.C:
             b_v, b_f, b_end, b_n, b_reference, c_last = _load_keys(p_k, p_v, c, rows, S, PER_ROW)
-            b_more_z = tl.sum(tl.reshape(b_end, (S.C // R, R, S.BD)), 0)
+            b_more_z = partial_sums(b_end, S)
             b_f = round_once(b_f)
             b_end = b_end.to(tl.bfloat16) if PER_ROW else b_f
         b_split = split_bfloat16(b_z, R, ROWS, S.BD)
@@ -484,7 +502,7 @@ def linear_fused_chunk_forward_kernel(
     else:
         c_before, c, use_per_row = segment_references(p_reference, p_scales, i_x, i_s, segments, S)
     b_kv, b_z = load_state(p_kv, p_z, i_o, S)
-    b_z = tl.where(tl.arange(0, R)[:, None] == 0, b_z, 0)
+    b_z = first_row(b_z)
     for per_row in tl.static_range(2 if S.SCALED and S.BUCKET <= S.C else 1):
         if use_per_row == per_row:
             c_0 = c_before if per_row else c
@@ -582,8 +600,13 @@ def _row_scales(p_out, p_den, b_q, b_d, left, S: tl.constexpr):
 
 
 @triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
 def _differentiate_queries(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.constexpr, STAGES: tl.constexpr):
-    """dq of one segment. b_kv (BE, BD), b_z (C, BD), with equal rows: the sums before it at reference c.
+    """dq of one segment. b_kv (BE, BD), b_z (R, BD), whose rows add up to z: the sums before it at reference c.
 
     PER_ROW: each row at its own reference.
     """
@@ -593,6 +616,7 @@ def _differentiate_queries(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.con
     for _ in tl.range(count, num_stages=1 if PER_ROW else STAGES):
         if S.BUCKET <= S.C:
             b_v, b_f, b_end, b_n, b_reference, c_last = _load_keys(p_k, p_v, c, rows, S, PER_ROW)
+            b_more_z = partial_sums(b_end, S)
             b_f = round_once(b_f)
             b_end = b_end.to(tl.bfloat16) if PER_ROW else b_f
         if p_out is not None and PER_ROW:
@@ -618,7 +642,7 @@ def _differentiate_queries(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.con
                 else:
                     b_d_p = tl.where(m_seen, b_d_p, 0)
             b_g = tl.dot(b_d, b_kv.to(tl.bfloat16))
-            b_g -= b_delta[:, None] * b_z
+            b_g -= b_delta[:, None] * total_rows(b_z, S)
             if PER_ROW:
                 b_g *= exp2(c - b_reference)[:, None]
             b_slope = query_slopes(b_q, b_scale, S)
@@ -627,8 +651,8 @@ def _differentiate_queries(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.con
             b_g *= b_slope
             if S.MAP == "softmax":
                 # A constant added to q changes nothing, so dq sums to 0: remove what the rounding of δ adds.
-                b_total = tl.sum(same_layout(b_slope, b_g), 1)
-                b_g -= b_slope * (tl.sum(b_g, 1) * inverse(b_total))[:, None]
+                b_total, b_rest = tl.reduce((same_layout(b_slope, b_g), b_g), 1, _add_pairs)
+                b_g -= b_slope * (b_rest * inverse(b_total))[:, None]
             store_rows(p_d_q + g * S.D, S.H * S.D, left, b_g, S.D, S.BD, S)
         if PER_ROW:
             decay = exp2(c - c_last)
@@ -637,7 +661,7 @@ def _differentiate_queries(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.con
             c = c_last
         if S.BUCKET <= S.C:
             b_kv = tl.dot(tl.trans(b_v), b_end, b_kv)
-            b_z = tl.dot(tl.full((S.C, S.C), 1.0, tl.bfloat16), b_end, b_z)
+            b_z += b_more_z
         p_q += S.C * S.STRIDE_Q
         p_k += S.C * S.STRIDE_K
         p_v += S.C * S.STRIDE_V
@@ -661,8 +685,6 @@ def linear_fused_chunk_backward_queries_kernel(
     p_kv, p_z: None for a sequence of one segment. Then p_out and p_den are given, and what
     `linear_fused_chunk_backward_sums_kernel` writes to p_queries and p_starts is written here.
     """
-    C: tl.constexpr = S.C
-    BD: tl.constexpr = S.BD
     GROUP: tl.constexpr = S.H // S.HKV
     i_b, i_h, i_x, i_s, i_c, i_0, left, rows = segment_index(p_lengths, T, segments, chunks, False, S)
     p_q = _pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h * GROUP)
@@ -680,7 +702,7 @@ def linear_fused_chunk_backward_queries_kernel(
     i_o = i_x * segments + i_s
     c_before, c, use_per_row = segment_references(p_reference, p_scales, i_x, i_s, segments, S)
     b_kv, b_z = load_state(p_kv, p_z, i_o, S)
-    b_z += tl.zeros((C, BD), tl.float32)
+    b_z = first_row(b_z)
     for per_row in tl.static_range(2 if S.SCALED and S.BUCKET <= S.C else 1):
         if use_per_row == per_row:
             c_0 = c_before if per_row else c
@@ -702,8 +724,9 @@ def _load_queries(p_q, p_queries, p_d_out, left, S: tl.constexpr):
 
 @triton.jit
 def _differentiate_keys(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.constexpr, STAGES: tl.constexpr):
-    """dk and dv of one segment. b_d_kv (BE, BD), b_d_z (C, BD), with equal rows: the gradients of the sums after it,
-    at the reference c of all keys; PER_ROW: at that of the segment's end.
+    """dk and dv of one segment. b_d_kv (BE, BD), b_d_z: the gradients of the sums after it, at the reference c of all
+    keys; PER_ROW: at that of the segment's end. b_d_z is (R, BD), whose rows add up to dz, or (C, BD) with equal rows,
+    which with large states spills fewer registers.
     """
     C: tl.constexpr = S.C
     p_q, p_k, p_v, p_starts, p_d_out, p_queries, p_d_k, p_d_v, b_d_kv, b_d_z, c = start
@@ -743,7 +766,7 @@ def _differentiate_keys(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.conste
                 b_d_v = add(b_d_v, tl.dot(b_p.to(tl.bfloat16), b_d))
         store_rows(p_d_v, S.HKV * S.E, left, b_d_v, S.E, S.BE, S)
         b_g = tl.dot(b_v, b_rounded)
-        b_g += b_d_z
+        b_g += total_rows(b_d_z, S) if b_d_z.shape[0] == R else b_d_z
         if PER_ROW:
             b_g *= b_end[:, None]
         if PER_ROW and S.BUCKET <= S.C:
@@ -763,8 +786,11 @@ def _differentiate_keys(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.conste
                 if PER_ROW:
                     b_row = (b_query * exp2(c_start - b_reference)[:, None]).to(tl.bfloat16)
                 b_d_kv = tl.dot(tl.trans(b_d), b_row, b_d_kv)
-                b_minus = tl.zeros((C, C), tl.float32) - b_delta[None, :]
-                b_d_z = tl.dot(b_minus.to(tl.bfloat16), b_row, b_d_z)
+                if b_d_z.shape[0] == R:
+                    b_d_z -= partial_sums(widen(b_row) * b_delta[:, None], S)
+                else:
+                    b_minus = tl.zeros((C, C), tl.float32) - b_delta[None, :]
+                    b_d_z = tl.dot(b_minus.to(tl.bfloat16), b_row, b_d_z)
         b_g = _gradient(b_g, b_k, b_features, S)
         store_rows(p_d_k, S.HKV * S.D, left, b_g, S.D, S.BD, S)
         p_q -= S.C * S.STRIDE_Q
@@ -804,7 +830,10 @@ def linear_fused_chunk_backward_keys_kernel(
     if S.SCALED:
         c_after = reference(tl.load(p_reference + i_x * (segments + 1) + i_s + 1))
     b_d_kv, b_d_z = load_state(p_d_kv, p_d_z, i_o, S)
-    b_d_z += tl.zeros((C, BD), tl.float32)
+    if S.BD * S.BE <= 64 * 64:
+        b_d_z = first_row(b_d_z)
+    else:
+        b_d_z += tl.zeros((C, BD), tl.float32)
     for per_row in tl.static_range(2 if S.SCALED else 1):
         if use_per_row == per_row:
             c_0 = c_after if per_row else c

@@ -13,6 +13,7 @@ first, dS ← dS · B^(r_s − r_{s+1}) + dS_s, and writes the gradients of the 
 from __future__ import annotations
 
 from collections import namedtuple
+from typing import Any
 
 import torch
 import triton
@@ -20,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan.ops.common.exp import LOG2E, exact_exp, exp2
-from longspan.ops.common.launch import Launch, Plan, Signature
-from longspan.ops.common.tiles import FLOOR, zeros
+from longspan.ops.common.launch import Launch, Plan, Signature, Strides, Workspace
+from longspan.ops.common.tiles import FLOOR, padded, zeros
 from longspan.ops.linear import LinearProblem
 from longspan.ops.linear.triton import check_feature_map
 
@@ -97,6 +98,91 @@ class CausalPlan(Plan):
         """
         scalars = segments, chunks, segments if last is None else last, first
         return self.launch(linear_scan_kernel, (sequences, sizes.BM // sizes.TILE), scalars, {"S": sizes})
+
+
+# Sequences from `first` on, each in segments of `run` chunks.
+Part = namedtuple("Part", "first sequences segments run")
+# Bytes of sums, see `is_small`.
+SMALL = 1 << 26
+
+
+def is_small(sums: Workspace) -> bool:
+    """Whether these sums are not worth processing the sequences in parts."""
+    return 4 * sums.size <= SMALL
+
+
+class StatesPlan(CausalPlan):
+    """Plans of algorithms that store the sums before every chunk, of all sequences or of a part at a time.
+
+    A subclass sets `S`, whose members `BM` and `BE` are the padded sizes of the sums; `tiles`, the programs that sum
+    one segment; and `programs`, how many of those a large GPU runs at once. A tiling has the members `warps`, `stages`
+    and `registers`.
+
+    Args:
+        device: Index of the CUDA device, -1 for the CPU.
+        key: Signature of the call's tensors, which begin with q, k, v.
+        problem: The options.
+        chunk: Tokens in a chunk.
+        num_features: Number of features M; None: that of k.
+    """
+
+    S: Any
+    tiles: int
+    programs: int
+
+    def __init__(
+        self, device: int, key: Signature, problem: LinearProblem, chunk: int, num_features: int | None = None
+    ) -> None:
+        super().__init__(device, key, problem, num_features)
+        self.chunks = -(-self.T // chunk)
+
+    def split(self, share: float) -> list[Part]:
+        """Divide the sequences into parts whose sums take about `share` times the bytes of q, k, v and out."""
+        tensors = 2 * self.B * self.T * (self.H + self.Hkv) * (self.D + self.E)
+        sums = Workspace(*self.stack(self.part(0, self.heads)))
+        number = 1 if is_small(sums) else -(-4 * sums.size // int(share * tensors))
+        size = -(-self.heads // number)
+        return [self.part(first, size) for first in range(0, self.heads, size)]
+
+    def part(self, first: int, size: int) -> Part:
+        segments, run = self.segment(self.programs, size * self.tiles)
+        return Part(first, min(size, self.heads - first), segments, run)
+
+    def stack(self, part: Part) -> list[tuple[int, torch.dtype]]:
+        """Totals of segments, sums of chunks from their segment's start (or end), and sums beyond each segment."""
+        segments, chunks, size = part.sequences * part.segments, part.sequences * self.chunks, self.S.BM * self.S.BE
+        fp32, bf16 = torch.float32, torch.bfloat16
+        totals = (segments * size, fp32), (segments * self.S.BM, fp32)
+        return [*totals, (chunks * size, bf16), (chunks * self.S.BM, fp32), (segments * size, bf16)]
+
+    def segment(self, most: int, programs: int) -> tuple[int, int]:
+        """Return the number of segments of each sequence and of chunks in each, for `programs` sequences and tiles."""
+        run = -(-self.chunks // max(1, min(self.chunks, most // programs)))
+        return -(-self.chunks // run), run
+
+    def tiled(
+        self, kernel: Any, tiling: Any, programs: int, sizes: tuple[int, ...], strided: str, **other: Any
+    ) -> Launch:
+        """strided: tensors whose strides follow the sizes. other: constants that differ from the plan's; 0 for those
+        that the kernel does not use, so that it is not compiled again.
+        """
+        constants = {"S": self.S._replace(**other)}
+        options = {"num_warps": tiling.warps, "num_stages": tiling.stages, "maxnreg": tiling.registers}
+        scalars = self.T, *sizes, *(Strides.of(self.tensors[name]) for name in strided)
+        return self.launch(kernel, (programs,), scalars, {**constants, **options})
+
+    def of_part(self, kernel: Any, tiling: Any, part: Part, programs: int, strided: str, **other: Any) -> Launch:
+        """Create the launch of a kernel for one part, with `programs` programs per sequence."""
+        sizes = part.segments, part.run, part.first, part.sequences
+        return self.tiled(kernel, tiling, part.sequences * programs, sizes, strided, **other)
+
+    def scan_part(self, part: Part, *, back: bool, **other: Any) -> Launch:
+        """Create the scan of one part. other: constants of the scan that differ."""
+        BM, BE = self.S.BM, self.S.BE
+        block = padded(BE)
+        sizes = ScanSizes(self.M, self.E, BM, BE, block, max(1, 512 // block), BE, 1, "2", KNOWN=True, BACK=back)
+        where = {"chunks": part.run, "last": self.chunks, "first": part.first}
+        return self.scan_launch(part.sequences, part.segments, sizes._replace(**other), **where)
 
 
 @triton.jit
