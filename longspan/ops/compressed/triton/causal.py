@@ -1,0 +1,398 @@
+"""Causal Linformer: softmax attention of every query over its own compressed prefix, in chunks of 64 tokens.
+
+With K̃ and Ṽ the compressed keys and values before a chunk, and A = tril(q kᵀ):
+
+    S = q K̃ᵀ + A e,    P = softmax(σ S),    out = P Ṽ + tril(P fᵀ) v
+
+One kernel computes the sums K̃ and Ṽ before every chunk, then all chunks run in parallel. Scores and weights of the
+forward pass stay on the chip. Backward, with B = tril(dout vᵀ) and δ = Σ dout ∘ out:
+
+    dP = dout Ṽᵀ + B f,    dS = σ P ∘ (dP − δ),    dq = dS K̃ + tril(dS eᵀ) k
+
+The gradients of the sums after each chunk, dK̃ = Σ dSᵀ q and dṼ = Σ Pᵀ dout over later chunks, are computed as the sums
+are, from the last chunk to the first. Then
+
+    dk = e dK̃ + tril(dS eᵀ)ᵀ q,    de = k dK̃ᵀ + Aᵀ dS,    dv = f dṼ + tril(P fᵀ)ᵀ dout,    df = v dṼᵀ + Bᵀ P
+"""
+
+from __future__ import annotations
+
+import math
+from collections import namedtuple
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longspan.ops.common.exp import exp2, log2
+from longspan.ops.common.launch import Plan, Signature, Strides, dense, dense_rows, new_like, on_device
+from longspan.ops.common.tiles import load_rows, padded, store_rows, token_pointer, zeros
+from longspan.ops.compressed import CHUNK, CausalInputs, CausalSaved, states_shapes
+
+# Programs that compute sums, at least; sequences are divided into segments to have as many.
+PROGRAMS = 512
+
+# Heads, those of the tables, R rows, dimensions; tokens of a chunk; padded sizes; BS: rows of a tile of the sums.
+CausalSizes = namedtuple("CausalSizes", "H HKV HT R D E C BR BD BE BS")
+
+
+def forward(x: CausalInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return out, the sums after the last token, lse in base 2, and the sums before each chunk in bfloat16."""
+    heads, x = x.e.shape[2], _dense(x)
+    plan = _CausalForward.of(x, heads)
+    out, lse = x.v.new_empty(plan.out_shape), x.q.new_empty(plan.lse_shape, dtype=torch.float32)
+    states = [x.q.new_empty(shape) for shape in plan.states]
+    with on_device(x.q):
+        ends = plan.sums((x.e, x.f), (x.k, x.v), (x.start_k, x.start_v), states)
+        plan.read(tuple(x[:5]), *states, out, lse)
+    return out, *ends, lse, *states
+
+
+def backward(saved: CausalSaved, x: CausalInputs) -> tuple[Tensor, ...]:
+    """Return the gradients of all inputs."""
+    e, f = x.e, x.f
+    x, d_out = _dense(x), dense_rows(saved.d_out)
+    plan = _CausalBackward.of((*x, d_out), e.shape[2])
+    q = x.q
+    weights = [q.new_empty(plan.weights_shape) for _ in range(2)]
+    d_q, d_k, d_v = new_like(q), new_like(x.k), new_like(x.v)
+    d_tables = [q.new_empty(plan.table_shape, dtype=torch.float32) for _ in range(2)]
+    d_states = [q.new_empty(shape) for shape in plan.states]
+    with on_device(q):
+        plan.queries(tuple(x[:5]), saved.keys, saved.values, saved.out, saved.lse, d_out, *weights, d_q)
+        d_ends = dense(saved.d_end_k), dense(saved.d_end_v)
+        d_starts = plan.sums(weights, (q, d_out), d_ends, d_states)
+        plan.tokens(tuple(x[:5]), d_out, *weights, *d_states, d_k, d_v, *d_tables)
+    d_e, d_f = (d if len(table) == len(q) else d.sum(0, keepdim=True) for d, table in zip(d_tables, (e, f), strict=True))
+    return d_q, d_k, d_v, d_e.to(e.dtype), d_f.to(f.dtype), *d_starts
+
+
+def _dense(x: CausalInputs) -> CausalInputs:
+    """The tensors as the kernels take them, the tables in the dtype of q, for every batch index and kv head."""
+    e, f = (dense_rows(y.to(x.q.dtype)).expand(*x.k.shape[:3], -1) for y in (x.e, x.f))
+    return CausalInputs(dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), e, f, dense(x.start_k), dense(x.start_v))
+
+
+class _CausalPlan(Plan):
+    """Sizes, and the launches that sum a table and what it multiplies over tokens."""
+
+    def __init__(self, device: int, key: Signature, heads: int, *, back: bool) -> None:
+        super().__init__(device)
+        q, _, v, e = key[:4]
+        (B, self.T, H, D), (Hkv, E), R = q[0], v[0][2:], e[0][3]
+        BR, BD, BE = (padded(size) for size in (R, D, E))
+        self.S = CausalSizes(H, Hkv, heads, R, D, E, CHUNK, BR, BD, BE, 64)
+        self.B, self.chunks = B, -(-self.T // CHUNK)
+        self.strides = tuple(Strides.of(x) for x in key[:5])
+        self.out_shape, self.lse_shape = (B, self.T, H, E), (B, H, self.T)
+        self.states = states_shapes(B, self.T, Hkv, R, D, E)
+        self.weights_shape, self.table_shape = (B, H, self.chunks * CHUNK, BR), (B, self.T, heads, R)
+        tiles = BR // 64
+        self.segments = min(-(-PROGRAMS // (2 * tiles * B * Hkv)), -(-self.chunks // 8))
+        self.run = -(-self.chunks // self.segments)
+        self.segments = -(-self.chunks // self.run)
+        self.back = back
+
+    def sum_launches(self, strides: tuple[Strides, ...], width: int) -> None:
+        S = self.S
+        grid = S.BR // 64 * self.segments, self.B * S.HKV, 2
+        scalars = self.T, self.chunks, self.run, self.segments, strides
+        constants = {"S": S, "GROUP": S.H // S.HKV if self.back else 1, "WIDTH": width, "BACK": self.back}
+        constants |= {"STAGES": 3, "num_warps": 4}
+        self.walk = self.launch(causal_sums_kernel, grid, scalars, constants | {"TOTALS": False})
+        if self.segments > 1:
+            self.totals = self.launch(causal_sums_kernel, grid, scalars, constants | {"TOTALS": True})
+
+    def sums(self, xs: Any, ys: Any, starts: Any, states: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Write Σ x yᵀ before each chunk, after each if backward, to `states`; return the sums over all tokens."""
+        S, like = self.S, states[0]
+        if self.segments == 1:
+            shapes = ((self.B, S.HKV, S.R, width) for width in (S.D, S.E))
+            ends = tuple(like.new_empty(shape, dtype=torch.float32) for shape in shapes)
+            self.walk((*xs, *ys), starts, tuple(states), ends)
+            return ends
+        shapes = ((self.B, S.HKV, self.segments + 1, S.R, width) for width in (S.D, S.E))
+        held = tuple(like.new_empty(shape, dtype=torch.float32) for shape in shapes)
+        for buffer, start in zip(held, starts, strict=True):
+            if start is None:
+                buffer[:, :, 0].zero_()
+            else:
+                buffer[:, :, 0] = start
+        self.totals((*xs, *ys), (None, None), tuple(states), held)
+        for buffer in held:
+            torch.cumsum(buffer, 2, out=buffer)
+        self.walk((*xs, *ys), held, tuple(states), held)
+        return tuple(buffer[:, :, -1].contiguous() for buffer in held)
+
+
+class _CausalForward(_CausalPlan):
+    def __init__(self, device: int, key: Signature, heads: int) -> None:
+        super().__init__(device, key, heads, back=False)
+        q, k, v, e, f = self.strides
+        S = self.S
+        self.sum_launches((e, f, k, v), S.R)
+        scale = S.D**-0.5 * math.log2(math.e)
+        grid = self.chunks, self.B * S.H
+        constants = {"S": S, "STAGES": 2, "num_warps": 4}
+        self.read = self.launch(causal_forward_kernel, grid, (self.T, scale, self.strides), constants)
+
+
+class _CausalBackward(_CausalPlan):
+    def __init__(self, device: int, key: Signature, heads: int) -> None:
+        super().__init__(device, key, heads, back=True)
+        S, d_out = self.S, Strides.of(key[7])
+        rows = self.chunks * CHUNK * S.BR
+        weights = Strides(S.H * rows, S.BR, rows)
+        self.sum_launches((weights, weights, self.strides[0], d_out), S.BR)
+        scale = S.D**-0.5
+        scalars = self.T, scale * math.log2(math.e), scale, self.strides, d_out
+        constants = {"S": S, "STAGES": 2, "num_warps": 4}
+        self.queries = self.launch(causal_backward_queries_kernel, (self.chunks, self.B * S.H), scalars, constants)
+        grid = self.chunks, self.B * S.HT, 2
+        wide = {"S": S, "STAGES": 2, "num_warps": 8}
+        self.tokens = self.launch(causal_backward_tokens_kernel, grid, (self.T, self.strides, d_out), wide)
+
+
+@triton.jit
+def _sum_tile(
+    p_x, p_y, p_start, p_states, p_end, T, chunks, run, segments, x, y,
+    D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, BACK: tl.constexpr,
+    TOTALS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Σ x yᵀ of BS columns of x over the chunks of one segment, one kv head: tile (BS, BD)."""
+    TILES: tl.constexpr = S.BR // S.BS
+    i_r, i_s = tl.program_id(0) % TILES * S.BS, tl.program_id(0) // TILES
+    i_x = tl.program_id(1).to(tl.int64)
+    i_b, i_h = i_x // S.HKV, i_x % S.HKV
+    p_x += i_b * x.b + i_h * GROUP * x.h + i_r
+    p_y += i_b * y.b + i_h * GROUP * y.h
+    i_t, i_n, i_d = tl.arange(0, S.C), tl.arange(0, S.BS), tl.arange(0, BD)
+    m_s = (i_r + i_n < S.R)[:, None] & (i_d < D)[None, :]
+    i_held = (i_r + i_n)[:, None] * D + i_d[None, :]
+    slots = tl.where(segments > 1, segments + 1, 1)
+    b_sum = zeros(S.BS, BD)
+    if p_start is not None:
+        b_sum += tl.load(p_start + (i_x * slots + i_s) * (S.R * D) + i_held, mask=m_s, other=0.0)
+    p_states += i_x * chunks * (S.BR * BD) + (i_r + i_n)[:, None] * BD + i_d[None, :]
+    first = i_s * run
+    for n in tl.range(first * GROUP, tl.minimum(first + run, chunks) * GROUP, num_stages=STAGES):
+        i_c, g = n // GROUP, n % GROUP
+        if BACK:
+            i_c = chunks - 1 - i_c
+        if not TOTALS:
+            if GROUP == 1:
+                tl.store(p_states + tl.cast(i_c, tl.int64) * (S.BR * BD), b_sum.to(p_states.dtype.element_ty))
+            else:
+                if g == 0:
+                    tl.store(p_states + tl.cast(i_c, tl.int64) * (S.BR * BD), b_sum.to(p_states.dtype.element_ty))
+        i_0 = tl.cast(i_c, tl.int64) * S.C
+        m_x = (i_t < T - i_0)[:, None]
+        if WIDTH != S.BR:
+            m_x = m_x & (i_r + i_n < WIDTH)[None, :]
+        b_x = tl.load(p_x + i_0 * x.t + g * x.h + i_t[:, None] * x.t + i_n[None, :], mask=m_x, other=0.0)
+        b_y = load_rows(p_y + i_0 * y.t + g * y.h, y.t, T - i_0, D, S.C, BD)
+        b_sum = tl.dot(tl.trans(b_x), b_y, b_sum)
+    if TOTALS:
+        tl.store(p_end + (i_x * slots + i_s + 1) * (S.R * D) + i_held, b_sum, mask=m_s)
+    else:
+        if segments == 1:
+            tl.store(p_end + i_x * (S.R * D) + i_held, b_sum, mask=m_s)
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "run", "segments"])
+def causal_sums_kernel(
+    inputs, starts, states, ends, T, chunks, run, segments, strides,
+    S: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, BACK: tl.constexpr, TOTALS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sums of keys, or of values, before each chunk; in the backward pass of queries, or of dout, after each.
+
+    states: (B, Hkv, chunks, BR, ·). starts, ends: (B, Hkv, R, ·), or with more than one segment (B, Hkv, segments + 1,
+    R, ·), the sums before each segment. TOTALS: write the sums over each segment to the next one's slot of `ends`.
+    """
+    p_e, p_f, p_k, p_v = inputs
+    e, f, k, v = strides
+    if tl.program_id(2) == 0:
+        _sum_tile(
+            p_e, p_k, starts[0], states[0], ends[0], T, chunks, run, segments, e, k,
+            S.D, S.BD, S, GROUP, WIDTH, BACK, TOTALS, STAGES,
+        )  # fmt: skip
+    else:
+        _sum_tile(
+            p_f, p_v, starts[1], states[1], ends[1], T, chunks, run, segments, f, v,
+            S.E, S.BE, S, GROUP, WIDTH, BACK, TOTALS, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _load_sums(p_x, r, BLOCK: tl.constexpr, S: tl.constexpr):
+    """Rows r to r + BS of the sums before a chunk, (BS, BLOCK)."""
+    return tl.load(p_x + (r + tl.arange(0, S.BS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :])
+
+
+@triton.jit
+def _load_table(p_x, stride, rows, r, S: tl.constexpr):
+    """Columns r to r + BS of the first `rows` rows of a table, (C, BS)."""
+    i_t, i_r = tl.arange(0, S.C), r + tl.arange(0, S.BS)
+    m_x = (i_t < rows)[:, None]
+    if S.R != S.BR:
+        m_x = m_x & (i_r < S.R)[None, :]
+    return tl.load(p_x + i_t[:, None] * stride + i_r[None, :], mask=m_x, other=0.0)
+
+
+@triton.jit
+def _scores(b_q, b_a, b_keys, b_e, r, S: tl.constexpr):
+    """S (C, BS), −inf in padded columns."""
+    b_s = tl.dot(b_a, b_e, tl.dot(b_q, tl.trans(b_keys)))
+    if S.R != S.BR:
+        b_s = tl.where((r + tl.arange(0, S.BS) < S.R)[None, :], b_s, float("-inf"))
+    return b_s
+
+
+@triton.jit
+def _lower(b_x, dtype: tl.constexpr):
+    """tril(x)."""
+    i_t = tl.arange(0, b_x.shape[0])
+    return tl.where(i_t[None, :] <= i_t[:, None], b_x, 0.0).to(dtype)
+
+
+@triton.jit(do_not_specialize=["T"])
+def causal_forward_kernel(
+    inputs, p_keys, p_values, p_out, p_lse, T, scale, strides, S: tl.constexpr, STAGES: tl.constexpr
+):
+    """One chunk of one query head, over tiles of the sums. scale: that of the scores times log₂ e."""
+    p_q, p_k, p_v, p_e, p_f = inputs
+    q, k, v, e, f = strides
+    i_c, i_0, rows = tl.program_id(0), tl.program_id(0) * S.C, T - tl.program_id(0) * S.C
+    i_b, i_h = (tl.program_id(1) // S.H).to(tl.int64), tl.program_id(1) % S.H
+    i_kv = i_h // (S.H // S.HKV)
+    i_x = (i_b * S.HKV + i_kv) * tl.num_programs(0) + i_c
+    p_keys += i_x * (S.BR * S.BD)
+    p_values += i_x * (S.BR * S.BE)
+    p_e, p_f = token_pointer(p_e, e, i_b, i_0, i_kv), token_pointer(p_f, f, i_b, i_0, i_kv)
+    dtype: tl.constexpr = p_q.dtype.element_ty
+    b_q = load_rows(token_pointer(p_q, q, i_b, i_0, i_h), q.t, rows, S.D, S.C, S.BD)
+    b_k = load_rows(token_pointer(p_k, k, i_b, i_0, i_kv), k.t, rows, S.D, S.C, S.BD)
+    b_a = _lower(tl.dot(b_q, tl.trans(b_k)), dtype)
+    b_out, b_w = zeros(S.C, S.BE), zeros(S.C, S.C)
+    b_max = tl.full((S.C,), float("-inf"), tl.float32)
+    b_sum = zeros(S.C)
+    for r in tl.range(0, S.BR, S.BS, num_stages=STAGES):
+        b_keys, b_values = _load_sums(p_keys, r, S.BD, S), _load_sums(p_values, r, S.BE, S)
+        b_e, b_f = _load_table(p_e, e.t, rows, r, S), _load_table(p_f, f.t, rows, r, S)
+        b_s = _scores(b_q, b_a, b_keys, b_e, r, S) * scale
+        b_new = tl.maximum(b_max, tl.max(b_s, 1))
+        b_decay = exp2(b_max - b_new)
+        b_p = exp2(b_s - b_new[:, None])
+        b_sum = b_sum * b_decay + tl.sum(b_p, 1)
+        b_max = b_new
+        b_p = b_p.to(dtype)
+        b_out = tl.dot(b_p, b_values, b_out * b_decay[:, None])
+        b_w = tl.dot(b_p, tl.trans(b_f), b_w * b_decay[:, None])
+    b_v = load_rows(token_pointer(p_v, v, i_b, i_0, i_kv), v.t, rows, S.E, S.C, S.BE)
+    b_out = tl.dot(_lower(b_w, dtype), b_v, b_out) * (1.0 / b_sum)[:, None]
+    p_out += ((i_b * T + i_0) * S.H + i_h) * S.E
+    store_rows(p_out, S.H * S.E, rows, b_out, S.E, S.C, S.BE)
+    i_t = tl.arange(0, S.C)
+    tl.store(p_lse + (i_b * S.H + i_h) * T + i_0 + i_t, b_max + log2(b_sum), mask=i_t < rows)
+
+
+@triton.jit(do_not_specialize=["T"])
+def causal_backward_queries_kernel(
+    inputs, p_keys, p_values, p_out, p_lse, p_d_out, p_d_s, p_p, p_d_q, T, scale, score_scale, strides, d_out,
+    S: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """P, dS and dq of one chunk of one query head. p_d_s, p_p: (B, H, chunks · C, BR)."""
+    p_q, p_k, p_v, p_e, p_f = inputs
+    q, k, v, e, f = strides
+    i_c, i_0, rows = tl.program_id(0), tl.program_id(0) * S.C, T - tl.program_id(0) * S.C
+    i_b, i_h = (tl.program_id(1) // S.H).to(tl.int64), tl.program_id(1) % S.H
+    i_kv = i_h // (S.H // S.HKV)
+    i_x = (i_b * S.HKV + i_kv) * tl.num_programs(0) + i_c
+    p_keys += i_x * (S.BR * S.BD)
+    p_values += i_x * (S.BR * S.BE)
+    p_e, p_f = token_pointer(p_e, e, i_b, i_0, i_kv), token_pointer(p_f, f, i_b, i_0, i_kv)
+    dtype: tl.constexpr = p_q.dtype.element_ty
+    i_t, i_n = tl.arange(0, S.C), tl.arange(0, S.BS)
+    i_w = ((i_b * S.H + i_h) * tl.num_programs(0) + i_c) * (S.C * S.BR) + i_t[:, None] * S.BR + i_n[None, :]
+    p_d_s += i_w
+    p_p += i_w
+    i_o = (i_b * T + i_0) * S.H + i_h
+    b_q = load_rows(token_pointer(p_q, q, i_b, i_0, i_h), q.t, rows, S.D, S.C, S.BD)
+    b_k = load_rows(token_pointer(p_k, k, i_b, i_0, i_kv), k.t, rows, S.D, S.C, S.BD)
+    b_v = load_rows(token_pointer(p_v, v, i_b, i_0, i_kv), v.t, rows, S.E, S.C, S.BE)
+    b_d_out = load_rows(token_pointer(p_d_out, d_out, i_b, i_0, i_h), d_out.t, rows, S.E, S.C, S.BE)
+    b_out = load_rows(p_out + i_o * S.E, S.H * S.E, rows, S.E, S.C, S.BE)
+    b_delta = tl.sum(b_out.to(tl.float32) * b_d_out.to(tl.float32), 1) * score_scale
+    b_lse = tl.load(p_lse + (i_b * S.H + i_h) * T + i_0 + i_t, mask=i_t < rows, other=float("inf"))
+    b_a, b_b = _lower(tl.dot(b_q, tl.trans(b_k)), dtype), _lower(tl.dot(b_d_out, tl.trans(b_v)), dtype)
+    b_d_q, b_w = zeros(S.C, S.BD), zeros(S.C, S.C)
+    for r in tl.range(0, S.BR, S.BS, num_stages=STAGES):
+        b_keys, b_values = _load_sums(p_keys, r, S.BD, S), _load_sums(p_values, r, S.BE, S)
+        b_e, b_f = _load_table(p_e, e.t, rows, r, S), _load_table(p_f, f.t, rows, r, S)
+        b_p = exp2(_scores(b_q, b_a, b_keys, b_e, r, S) * scale - b_lse[:, None])
+        b_d_p = tl.dot(b_b, b_f, tl.dot(b_d_out, tl.trans(b_values)))
+        b_d_s = (b_p * (b_d_p * score_scale - b_delta[:, None])).to(dtype)
+        tl.store(p_p + r, b_p.to(dtype))
+        tl.store(p_d_s + r, b_d_s)
+        b_d_q = tl.dot(b_d_s, b_keys, b_d_q)
+        b_w = tl.dot(b_d_s, tl.trans(b_e), b_w)
+    b_d_q = tl.dot(_lower(b_w, dtype), b_k, b_d_q)
+    store_rows(p_d_q + i_o * S.D, S.H * S.D, rows, b_d_q, S.D, S.C, S.BD)
+
+
+@triton.jit
+def _inside(p_a, p_w, a, rows, b_x, b_y, b_d_x, b_d_y, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr):
+    """Add what the queries of a chunk give to the gradients of its keys: dy += tril(w xᵀ)ᵀ a, dx += tril(a yᵀ)ᵀ w."""
+    i_t = tl.arange(0, S.C)
+    m_seen = i_t[:, None] <= i_t[None, :]
+    b_a = load_rows(p_a, a.t, rows, D, S.C, BD)
+    b_w = tl.load(p_w + i_t[:, None] * S.BR + tl.arange(0, S.BR)[None, :])
+    b_xw = tl.where(m_seen, tl.dot(b_x, tl.trans(b_w)), 0.0).to(b_x.dtype)
+    b_ya = tl.where(m_seen, tl.dot(b_y, tl.trans(b_a)), 0.0).to(b_x.dtype)
+    return tl.dot(b_ya, b_w, b_d_x), tl.dot(b_xw, b_a, b_d_y)
+
+
+@triton.jit
+def _token_gradients(
+    p_x, p_y, p_a, p_w, p_sums, p_d_y, p_d_x, T, x, y, a,
+    D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dy = x G + tril(w xᵀ)ᵀ a of one chunk and its heads, and dx = Σ y Gᵀ + tril(a yᵀ)ᵀ w over them."""
+    GROUP: tl.constexpr = S.H // S.HKV
+    HEADS: tl.constexpr = S.HKV // S.HT
+    i_c, i_0, rows = tl.program_id(0), tl.program_id(0) * S.C, T - tl.program_id(0) * S.C
+    chunks = tl.num_programs(0)
+    i_b, i_e = (tl.program_id(1) // S.HT).to(tl.int64), tl.program_id(1) % S.HT
+    i_t, i_r, i_d = tl.arange(0, S.C), tl.arange(0, S.BR), tl.arange(0, BD)
+    b_x = load_rows(token_pointer(p_x, x, i_b, i_0, i_e * HEADS), x.t, rows, S.R, S.C, S.BR)
+    b_d_x = zeros(S.C, S.BR)
+    for n in tl.range(0, HEADS, num_stages=STAGES):
+        i_h = i_e * HEADS + n
+        b_y = load_rows(token_pointer(p_y, y, i_b, i_0, i_h), y.t, rows, D, S.C, BD)
+        p_g = p_sums + ((i_b * S.HKV + i_h) * chunks + i_c) * (S.BR * BD)
+        b_g = tl.load(p_g + i_r[:, None] * BD + i_d[None, :])
+        b_d_x = tl.dot(b_y, tl.trans(b_g), b_d_x)
+        b_d_y = tl.dot(b_x, b_g)
+        for g in range(GROUP):
+            p_head = token_pointer(p_a, a, i_b, i_0, i_h * GROUP + g)
+            p_own = p_w + ((i_b * S.H + i_h * GROUP + g) * chunks + i_c) * (S.C * S.BR)
+            b_d_x, b_d_y = _inside(p_head, p_own, a, rows, b_x, b_y, b_d_x, b_d_y, D, BD, S)
+        store_rows(p_d_y + ((i_b * T + i_0) * S.HKV + i_h) * D, S.HKV * D, rows, b_d_y, D, S.C, BD)
+    store_rows(p_d_x + ((i_b * T + i_0) * S.HT + i_e) * S.R, S.HT * S.R, rows, b_d_x, S.R, S.C, S.BR)
+
+
+@triton.jit(do_not_specialize=["T"])
+def causal_backward_tokens_kernel(
+    inputs, p_d_out, p_d_s, p_p, p_d_keys, p_d_values, p_d_k, p_d_v, p_d_e, p_d_f, T, strides, d_out,
+    S: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dk and de, or dv and df, of one chunk: all heads that share a table."""
+    p_q, p_k, p_v, p_e, p_f = inputs
+    q, k, v, e, f = strides
+    if tl.program_id(2) == 0:
+        _token_gradients(p_e, p_k, p_q, p_d_s, p_d_keys, p_d_k, p_d_e, T, e, k, q, S.D, S.BD, S, STAGES)
+    else:
+        _token_gradients(p_f, p_v, p_d_out, p_p, p_d_values, p_d_v, p_d_f, T, f, v, d_out, S.E, S.BE, S, STAGES)
