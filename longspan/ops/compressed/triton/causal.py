@@ -34,6 +34,14 @@ from longspan.ops.compressed import CHUNK, CausalInputs, CausalSaved, states_sha
 # Programs that compute sums, at least; sequences are divided into segments to have as many.
 PROGRAMS = 512
 
+# Pipeline stages and warps of each kernel.
+TILING = {
+    "sums": {"STAGES": 3, "num_warps": 4},
+    "read": {"STAGES": 2, "num_warps": 4},
+    "queries": {"STAGES": 2, "num_warps": 4},
+    "tokens": {"STAGES": 2, "num_warps": 8},
+}
+
 # Heads, those of the tables, R rows, dimensions; tokens of a chunk; padded sizes; BS: rows of a tile of the sums.
 CausalSizes = namedtuple("CausalSizes", "H HKV HT R D E C BR BD BE BS")
 
@@ -64,7 +72,8 @@ def backward(saved: CausalSaved, x: CausalInputs) -> tuple[Tensor, ...]:
         plan.queries(tuple(x[:5]), saved.keys, saved.values, saved.out, saved.lse, d_out, *weights, d_q)
         d_ends = dense(saved.d_end_k), dense(saved.d_end_v)
         d_starts = plan.sums(weights, (q, d_out), d_ends, d_states)
-        plan.tokens(tuple(x[:5]), d_out, *weights, *d_states, d_k, d_v, *d_tables)
+        tensors = x.e, x.f, x.k, x.v, q, d_out
+        plan.tokens(tensors, tuple(weights), tuple(d_states), (d_k, d_v, *d_tables))
     d_e, d_f = (d if len(table) == len(q) else d.sum(0, keepdim=True) for d, table in zip(d_tables, (e, f), strict=True))
     return d_q, d_k, d_v, d_e.to(e.dtype), d_f.to(f.dtype), *d_starts
 
@@ -97,13 +106,24 @@ class _CausalPlan(Plan):
 
     def sum_launches(self, strides: tuple[Strides, ...], width: int) -> None:
         S = self.S
-        grid = S.BR // 64 * self.segments, self.B * S.HKV, 2
         scalars = self.T, self.chunks, self.run, self.segments, strides
         constants = {"S": S, "GROUP": S.H // S.HKV if self.back else 1, "WIDTH": width, "BACK": self.back}
-        constants |= {"STAGES": 3, "num_warps": 4}
-        self.walk = self.launch(causal_sums_kernel, grid, scalars, constants | {"TOTALS": False})
-        if self.segments > 1:
-            self.totals = self.launch(causal_sums_kernel, grid, scalars, constants | {"TOTALS": True})
+        constants |= TILING["sums"]
+        grid = S.BR // S.BS * self.segments, self.B * S.HKV
+        self.walk = self.both(causal_sums_kernel, grid, scalars, constants | {"TOTALS": False})
+        self.totals = self.both(causal_sums_kernel, grid, scalars, constants | {"TOTALS": True})
+
+    def both(self, kernel: Any, grid: tuple[int, int], scalars: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+        """Launch a kernel for keys and values: once if they are equally wide."""
+        if self.S.D == self.S.E:
+            return self.launch(kernel, (*grid, 2), scalars, constants | {"SIDE": 2})
+        launches = [self.launch(kernel, grid, scalars, constants | {"SIDE": side}) for side in range(2)]
+
+        def run(*pointers: Any) -> None:
+            for launch in launches:
+                launch(*pointers)
+
+        return run
 
     def sums(self, xs: Any, ys: Any, starts: Any, states: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Write Σ x yᵀ before each chunk, after each if backward, to `states`; return the sums over all tokens."""
@@ -135,7 +155,7 @@ class _CausalForward(_CausalPlan):
         self.sum_launches((e, f, k, v), S.R)
         scale = S.D**-0.5 * math.log2(math.e)
         grid = self.chunks, self.B * S.H
-        constants = {"S": S, "STAGES": 2, "num_warps": 4}
+        constants = {"S": S, **TILING["read"]}
         self.read = self.launch(causal_forward_kernel, grid, (self.T, scale, self.strides), constants)
 
 
@@ -148,32 +168,79 @@ class _CausalBackward(_CausalPlan):
         self.sum_launches((weights, weights, self.strides[0], d_out), S.BR)
         scale = S.D**-0.5
         scalars = self.T, scale * math.log2(math.e), scale, self.strides, d_out
-        constants = {"S": S, "STAGES": 2, "num_warps": 4}
+        constants = {"S": S, **TILING["queries"]}
         self.queries = self.launch(causal_backward_queries_kernel, (self.chunks, self.B * S.H), scalars, constants)
-        grid = self.chunks, self.B * S.HT, 2
-        wide = {"S": S, "STAGES": 2, "num_warps": 8}
-        self.tokens = self.launch(causal_backward_tokens_kernel, grid, (self.T, self.strides, d_out), wide)
+        q, k, v, e, f = self.strides
+        scalars, constants = (self.T, (e, f, k, v, q, d_out)), {"S": S, **TILING["tokens"]}
+        if "tables" in TILING:
+            tables = {"S": S, **TILING["tables"]}
+            grid = self.chunks * (S.BR // tables["BX"]), self.B * S.HT
+            self.one = self.both(causal_backward_tables_kernel, grid, scalars, tables)
+            self.two = self.both(
+                causal_backward_keys_kernel, (self.chunks, self.B * S.HKV), scalars, {"S": S, **TILING["keys"]}
+            )
+            self.tokens = lambda *p: (self.one(*p), self.two(*p))
+            return
+        self.tokens = self.both(causal_backward_tokens_kernel, (self.chunks, self.B * S.HT), scalars, constants)
 
 
 @triton.jit
-def _sum_tile(
-    p_x, p_y, p_start, p_states, p_end, T, chunks, run, segments, x, y,
-    D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, BACK: tl.constexpr,
-    TOTALS: tl.constexpr, STAGES: tl.constexpr,
+def _wide(strides):
+    """Strides as int64 numbers of the program, whatever the compiler specialized."""
+    return tl.cast(strides.b, tl.int64), tl.cast(strides.t, tl.int64), tl.cast(strides.h, tl.int64)
+
+
+@triton.jit
+def _side(first, second, SIDE: tl.constexpr):
+    """The first, or the second; if SIDE is 2 the first in programs 0 of axis 2, the second in programs 1.
+
+    A branch here instead of one around the whole program halves its shared memory.
+    """
+    if SIDE == 0:
+        x = first
+    elif SIDE == 1:
+        x = second
+    elif tl.program_id(2) == 0:
+        x = first
+    else:
+        x = second
+    return x
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "run", "segments"])
+def causal_sums_kernel(
+    inputs, starts, states, ends, T, chunks, run, segments, strides,
+    S: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, BACK: tl.constexpr, TOTALS: tl.constexpr,
+    SIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Σ x yᵀ of BS columns of x over the chunks of one segment, one kv head: tile (BS, BD)."""
+    """Sums of keys, or of values, before each chunk; in the backward pass of queries, or of dout, after each.
+
+    A program computes Σ x yᵀ of BS columns of x over the chunks of one segment and one kv head.
+
+    states: (B, Hkv, chunks, BR, ·). starts, ends: (B, Hkv, R, ·), or with more than one segment (B, Hkv, segments + 1,
+    R, ·), the sums before each segment. TOTALS: write the sums over each segment to the next one's slot of `ends`.
+    """
+    p_e, p_f, p_k, p_v = inputs
+    e, f, k, v = strides
+    p_x, p_y = _side(p_e, p_f, SIDE), _side(p_k, p_v, SIDE)
+    x_b, x_t, x_h = _side(_wide(e), _wide(f), SIDE)
+    y_b, y_t, y_h = _side(_wide(k), _wide(v), SIDE)
+    p_states, p_end = _side(states[0], states[1], SIDE), _side(ends[0], ends[1], SIDE)
+    D: tl.constexpr = S.E if SIDE == 1 else S.D
+    BD: tl.constexpr = S.BE if SIDE == 1 else S.BD
     TILES: tl.constexpr = S.BR // S.BS
     i_r, i_s = tl.program_id(0) % TILES * S.BS, tl.program_id(0) // TILES
     i_x = tl.program_id(1).to(tl.int64)
     i_b, i_h = i_x // S.HKV, i_x % S.HKV
-    p_x += i_b * x.b + i_h * GROUP * x.h + i_r
-    p_y += i_b * y.b + i_h * GROUP * y.h
+    p_x += i_b * x_b + i_h * GROUP * x_h + i_r
+    p_y += i_b * y_b + i_h * GROUP * y_h
     i_t, i_n, i_d = tl.arange(0, S.C), tl.arange(0, S.BS), tl.arange(0, BD)
     m_s = (i_r + i_n < S.R)[:, None] & (i_d < D)[None, :]
     i_held = (i_r + i_n)[:, None] * D + i_d[None, :]
     slots = tl.where(segments > 1, segments + 1, 1)
     b_sum = zeros(S.BS, BD)
-    if p_start is not None:
+    if starts[0] is not None:
+        p_start = _side(starts[0], starts[1], SIDE)
         b_sum += tl.load(p_start + (i_x * slots + i_s) * (S.R * D) + i_held, mask=m_s, other=0.0)
     p_states += i_x * chunks * (S.BR * BD) + (i_r + i_n)[:, None] * BD + i_d[None, :]
     first = i_s * run
@@ -191,39 +258,14 @@ def _sum_tile(
         m_x = (i_t < T - i_0)[:, None]
         if WIDTH != S.BR:
             m_x = m_x & (i_r + i_n < WIDTH)[None, :]
-        b_x = tl.load(p_x + i_0 * x.t + g * x.h + i_t[:, None] * x.t + i_n[None, :], mask=m_x, other=0.0)
-        b_y = load_rows(p_y + i_0 * y.t + g * y.h, y.t, T - i_0, D, S.C, BD)
+        b_x = tl.load(p_x + i_0 * x_t + g * x_h + i_t[:, None] * x_t + i_n[None, :], mask=m_x, other=0.0)
+        b_y = load_rows(p_y + i_0 * y_t + g * y_h, y_t, T - i_0, D, S.C, BD)
         b_sum = tl.dot(tl.trans(b_x), b_y, b_sum)
     if TOTALS:
         tl.store(p_end + (i_x * slots + i_s + 1) * (S.R * D) + i_held, b_sum, mask=m_s)
     else:
         if segments == 1:
             tl.store(p_end + i_x * (S.R * D) + i_held, b_sum, mask=m_s)
-
-
-@triton.jit(do_not_specialize=["T", "chunks", "run", "segments"])
-def causal_sums_kernel(
-    inputs, starts, states, ends, T, chunks, run, segments, strides,
-    S: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, BACK: tl.constexpr, TOTALS: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Sums of keys, or of values, before each chunk; in the backward pass of queries, or of dout, after each.
-
-    states: (B, Hkv, chunks, BR, ·). starts, ends: (B, Hkv, R, ·), or with more than one segment (B, Hkv, segments + 1,
-    R, ·), the sums before each segment. TOTALS: write the sums over each segment to the next one's slot of `ends`.
-    """
-    p_e, p_f, p_k, p_v = inputs
-    e, f, k, v = strides
-    if tl.program_id(2) == 0:
-        _sum_tile(
-            p_e, p_k, starts[0], states[0], ends[0], T, chunks, run, segments, e, k,
-            S.D, S.BD, S, GROUP, WIDTH, BACK, TOTALS, STAGES,
-        )  # fmt: skip
-    else:
-        _sum_tile(
-            p_f, p_v, starts[1], states[1], ends[1], T, chunks, run, segments, f, v,
-            S.E, S.BE, S, GROUP, WIDTH, BACK, TOTALS, STAGES,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -344,55 +386,144 @@ def causal_backward_queries_kernel(
 
 
 @triton.jit
-def _inside(p_a, p_w, a, rows, b_x, b_y, b_d_x, b_d_y, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr):
+def _inside(p_a, stride, p_w, rows, b_x, b_y, b_d_x, b_d_y, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr):
     """Add what the queries of a chunk give to the gradients of its keys: dy += tril(w xᵀ)ᵀ a, dx += tril(a yᵀ)ᵀ w."""
     i_t = tl.arange(0, S.C)
     m_seen = i_t[:, None] <= i_t[None, :]
-    b_a = load_rows(p_a, a.t, rows, D, S.C, BD)
+    b_a = load_rows(p_a, stride, rows, D, S.C, BD)
     b_w = tl.load(p_w + i_t[:, None] * S.BR + tl.arange(0, S.BR)[None, :])
     b_xw = tl.where(m_seen, tl.dot(b_x, tl.trans(b_w)), 0.0).to(b_x.dtype)
     b_ya = tl.where(m_seen, tl.dot(b_y, tl.trans(b_a)), 0.0).to(b_x.dtype)
     return tl.dot(b_ya, b_w, b_d_x), tl.dot(b_xw, b_a, b_d_y)
 
 
-@triton.jit
-def _token_gradients(
-    p_x, p_y, p_a, p_w, p_sums, p_d_y, p_d_x, T, x, y, a,
-    D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """dy = x G + tril(w xᵀ)ᵀ a of one chunk and its heads, and dx = Σ y Gᵀ + tril(a yᵀ)ᵀ w over them."""
+@triton.jit(do_not_specialize=["T"])
+def causal_backward_tokens_kernel(
+    inputs, weights, d_states, outputs, T, strides, S: tl.constexpr, SIDE: tl.constexpr, STAGES: tl.constexpr
+):
+    """dk and de, or dv and df, of one chunk and all heads that share a table.
+
+    With G the gradient of the sums after the chunk: dy = x G + tril(w xᵀ)ᵀ a, dx = Σ y Gᵀ + tril(a yᵀ)ᵀ w over heads.
+    """
+    p_e, p_f, p_k, p_v, p_q, p_d_out = inputs
+    e, f, k, v, q, d_out = strides
+    p_x, p_y, p_a = _side(p_e, p_f, SIDE), _side(p_k, p_v, SIDE), _side(p_q, p_d_out, SIDE)
+    x_b, x_t, x_h = _side(_wide(e), _wide(f), SIDE)
+    y_b, y_t, y_h = _side(_wide(k), _wide(v), SIDE)
+    a_b, a_t, a_h = _side(_wide(q), _wide(d_out), SIDE)
+    p_w, p_sums = _side(weights[0], weights[1], SIDE), _side(d_states[0], d_states[1], SIDE)
+    p_d_y, p_d_x = _side(outputs[0], outputs[1], SIDE), _side(outputs[2], outputs[3], SIDE)
+    D: tl.constexpr = S.E if SIDE == 1 else S.D
+    BD: tl.constexpr = S.BE if SIDE == 1 else S.BD
     GROUP: tl.constexpr = S.H // S.HKV
     HEADS: tl.constexpr = S.HKV // S.HT
-    i_c, i_0, rows = tl.program_id(0), tl.program_id(0) * S.C, T - tl.program_id(0) * S.C
     chunks = tl.num_programs(0)
+    i_c, i_0, rows = tl.program_id(0), tl.program_id(0).to(tl.int64) * S.C, T - tl.program_id(0) * S.C
     i_b, i_e = (tl.program_id(1) // S.HT).to(tl.int64), tl.program_id(1) % S.HT
-    i_t, i_r, i_d = tl.arange(0, S.C), tl.arange(0, S.BR), tl.arange(0, BD)
-    b_x = load_rows(token_pointer(p_x, x, i_b, i_0, i_e * HEADS), x.t, rows, S.R, S.C, S.BR)
+    i_r, i_d = tl.arange(0, S.BR), tl.arange(0, BD)
+    p_y += i_b * y_b + i_0 * y_t
+    p_a += i_b * a_b + i_0 * a_t
+    b_x = load_rows(p_x + i_b * x_b + i_0 * x_t + i_e * HEADS * x_h, x_t, rows, S.R, S.C, S.BR)
     b_d_x = zeros(S.C, S.BR)
     for n in tl.range(0, HEADS, num_stages=STAGES):
         i_h = i_e * HEADS + n
-        b_y = load_rows(token_pointer(p_y, y, i_b, i_0, i_h), y.t, rows, D, S.C, BD)
+        b_y = load_rows(p_y + i_h * y_h, y_t, rows, D, S.C, BD)
         p_g = p_sums + ((i_b * S.HKV + i_h) * chunks + i_c) * (S.BR * BD)
         b_g = tl.load(p_g + i_r[:, None] * BD + i_d[None, :])
         b_d_x = tl.dot(b_y, tl.trans(b_g), b_d_x)
         b_d_y = tl.dot(b_x, b_g)
         for g in range(GROUP):
-            p_head = token_pointer(p_a, a, i_b, i_0, i_h * GROUP + g)
-            p_own = p_w + ((i_b * S.H + i_h * GROUP + g) * chunks + i_c) * (S.C * S.BR)
-            b_d_x, b_d_y = _inside(p_head, p_own, a, rows, b_x, b_y, b_d_x, b_d_y, D, BD, S)
+            i_q = i_h * GROUP + g
+            p_own = p_w + ((i_b * S.H + i_q) * chunks + i_c) * (S.C * S.BR)
+            b_d_x, b_d_y = _inside(p_a + i_q * a_h, a_t, p_own, rows, b_x, b_y, b_d_x, b_d_y, D, BD, S)
         store_rows(p_d_y + ((i_b * T + i_0) * S.HKV + i_h) * D, S.HKV * D, rows, b_d_y, D, S.C, BD)
     store_rows(p_d_x + ((i_b * T + i_0) * S.HT + i_e) * S.R, S.HT * S.R, rows, b_d_x, S.R, S.C, S.BR)
 
 
 @triton.jit(do_not_specialize=["T"])
-def causal_backward_tokens_kernel(
-    inputs, p_d_out, p_d_s, p_p, p_d_keys, p_d_values, p_d_k, p_d_v, p_d_e, p_d_f, T, strides, d_out,
-    S: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """dk and de, or dv and df, of one chunk: all heads that share a table."""
-    p_q, p_k, p_v, p_e, p_f = inputs
-    q, k, v, e, f = strides
-    if tl.program_id(2) == 0:
-        _token_gradients(p_e, p_k, p_q, p_d_s, p_d_keys, p_d_k, p_d_e, T, e, k, q, S.D, S.BD, S, STAGES)
-    else:
-        _token_gradients(p_f, p_v, p_d_out, p_p, p_d_values, p_d_v, p_d_f, T, f, v, d_out, S.E, S.BE, S, STAGES)
+def causal_backward_tables_kernel(
+    inputs, weights, d_states, outputs, T, strides, S: tl.constexpr, SIDE: tl.constexpr, BX: tl.constexpr,
+    STAGES: tl.constexpr
+):
+    """de, or df, of one chunk and BX columns: Σ y Gᵀ + tril(a yᵀ)ᵀ w over all heads that share a table."""
+    p_e, p_f, p_k, p_v, p_q, p_d_out = inputs
+    e, f, k, v, q, d_out = strides
+    p_y, p_a = _side(p_k, p_v, SIDE), _side(p_q, p_d_out, SIDE)
+    y_b, y_t, y_h = _side(_wide(k), _wide(v), SIDE)
+    a_b, a_t, a_h = _side(_wide(q), _wide(d_out), SIDE)
+    p_w, p_sums = _side(weights[0], weights[1], SIDE), _side(d_states[0], d_states[1], SIDE)
+    p_d_x = _side(outputs[2], outputs[3], SIDE)
+    D: tl.constexpr = S.E if SIDE == 1 else S.D
+    BD: tl.constexpr = S.BE if SIDE == 1 else S.BD
+    GROUP: tl.constexpr = S.H // S.HKV
+    HEADS: tl.constexpr = S.HKV // S.HT
+    TILES: tl.constexpr = S.BR // BX
+    chunks = tl.num_programs(0) // TILES
+    i_c, i_r = tl.program_id(0) // TILES, tl.program_id(0) % TILES * BX
+    i_0, rows = i_c.to(tl.int64) * S.C, T - i_c * S.C
+    i_b, i_e = (tl.program_id(1) // S.HT).to(tl.int64), tl.program_id(1) % S.HT
+    i_t, i_n, i_d = tl.arange(0, S.C), tl.arange(0, BX), tl.arange(0, BD)
+    p_y += i_b * y_b + i_0 * y_t
+    p_a += i_b * a_b + i_0 * a_t
+    p_w += i_t[:, None] * S.BR + (i_r + i_n)[None, :]
+    p_sums += (i_r + i_n)[:, None] * BD + i_d[None, :]
+    m_seen = i_t[:, None] <= i_t[None, :]
+    b_d_x = zeros(S.C, BX)
+    for n in tl.range(0, HEADS * GROUP, num_stages=STAGES):
+        i_q = i_e * HEADS * GROUP + n
+        i_h = i_q // GROUP
+        b_y = load_rows(p_y + i_h * y_h, y_t, rows, D, S.C, BD)
+        b_a = load_rows(p_a + i_q * a_h, a_t, rows, D, S.C, BD)
+        b_w = tl.load(p_w + ((i_b * S.H + i_q) * chunks + i_c) * (S.C * S.BR))
+        b_ya = tl.where(m_seen, tl.dot(b_y, tl.trans(b_a)), 0.0).to(b_y.dtype)
+        b_d_x = tl.dot(b_ya, b_w, b_d_x)
+        if GROUP == 1:
+            b_g = tl.load(p_sums + ((i_b * S.HKV + i_h) * chunks + i_c) * (S.BR * BD))
+            b_d_x = tl.dot(b_y, tl.trans(b_g), b_d_x)
+        else:
+            if n % GROUP == 0:
+                b_g = tl.load(p_sums + ((i_b * S.HKV + i_h) * chunks + i_c) * (S.BR * BD))
+                b_d_x = tl.dot(b_y, tl.trans(b_g), b_d_x)
+    p_d_x += ((i_b * T + i_0) * S.HT + i_e) * S.R + i_r + i_t[:, None] * (S.HT * S.R) + i_n[None, :]
+    tl.store(p_d_x, b_d_x, mask=(i_t < rows)[:, None] & (i_r + i_n < S.R)[None, :])
+
+
+@triton.jit(do_not_specialize=["T"])
+def causal_backward_keys_kernel(
+    inputs, weights, d_states, outputs, T, strides, S: tl.constexpr, SIDE: tl.constexpr, STAGES: tl.constexpr
+):
+    """dk, or dv, of one chunk and kv head: x G + tril(w xᵀ)ᵀ a."""
+    p_e, p_f, p_k, p_v, p_q, p_d_out = inputs
+    e, f, k, v, q, d_out = strides
+    p_x, p_a = _side(p_e, p_f, SIDE), _side(p_q, p_d_out, SIDE)
+    x_b, x_t, x_h = _side(_wide(e), _wide(f), SIDE)
+    a_b, a_t, a_h = _side(_wide(q), _wide(d_out), SIDE)
+    p_w, p_sums = _side(weights[0], weights[1], SIDE), _side(d_states[0], d_states[1], SIDE)
+    p_d_y = _side(outputs[0], outputs[1], SIDE)
+    D: tl.constexpr = S.E if SIDE == 1 else S.D
+    BD: tl.constexpr = S.BE if SIDE == 1 else S.BD
+    GROUP: tl.constexpr = S.H // S.HKV
+    chunks = tl.num_programs(0)
+    i_c, i_0, rows = tl.program_id(0), tl.program_id(0).to(tl.int64) * S.C, T - tl.program_id(0) * S.C
+    i_b, i_h = (tl.program_id(1) // S.HKV).to(tl.int64), tl.program_id(1) % S.HKV
+    i_t, i_n = tl.arange(0, S.C), tl.arange(0, S.BS)
+    p_x += i_b * x_b + i_0 * x_t + i_h * x_h
+    p_sums += ((i_b * S.HKV + i_h) * chunks + i_c) * (S.BR * BD)
+    m_seen = i_t[:, None] <= i_t[None, :]
+    b_d_y = zeros(S.C, BD)
+    for g in range(GROUP):
+        i_q = i_h * GROUP + g
+        p_own = p_w + ((i_b * S.H + i_q) * chunks + i_c) * (S.C * S.BR) + i_t[:, None] * S.BR + i_n[None, :]
+        b_xw = zeros(S.C, S.C)
+        for r in tl.range(0, S.BR, S.BS, num_stages=STAGES):
+            b_x = _load_table(p_x, x_t, rows, r, S)
+            b_w = tl.load(p_own + r)
+            b_xw = tl.dot(b_x, tl.trans(b_w), b_xw)
+            if GROUP == 1:
+                b_d_y = tl.dot(b_x, _load_sums(p_sums, r, BD, S), b_d_y)
+            else:
+                if g == 0:
+                    b_d_y = tl.dot(b_x, _load_sums(p_sums, r, BD, S), b_d_y)
+        b_a = load_rows(p_a + i_b * a_b + i_0 * a_t + i_q * a_h, a_t, rows, D, S.C, BD)
+        b_d_y = tl.dot(tl.where(m_seen, b_xw, 0.0).to(b_a.dtype), b_a, b_d_y)
+    store_rows(p_d_y + ((i_b * T + i_0) * S.HKV + i_h) * D, S.HKV * D, rows, b_d_y, D, S.C, BD)
