@@ -42,6 +42,8 @@ from longspan.ops.linear import (
     why_not_triton_bidirectional,
 )
 from longspan.ops.linear.torch import running_max, safe_divide
+from longspan.ops.normalizer import normalized_features
+from longspan.ops.normalizer import why_not_triton as why_not_normalizer
 from longspan.ops.shift import shift_left, shift_right
 from longspan.protocol import FeatureMap, Mechanism, Rotation, State
 from longspan.utils import choose
@@ -311,6 +313,9 @@ class LinearAttention(Mechanism):
             return self._scaled(causal_linear_out(q, k, v, lengths=lengths, **self._op_arguments(q)))
         if self.blind_spot > 1 and q.shape[1] > 1 and self._fused_buckets(q, k, v):
             return self._attend_buckets(q, k, v, lengths)
+        if q.shape[1] > 1 and self._normalizer_kernels(q, k, v):
+            query, f, _ = self._normalized_features(q, k, None, lengths)
+            return self._scaled(causal_linear_out(query, f, v, normalize=False))
         if not self._fused_epsilon(q, k, v):
             return super()._attend_causal(q, k, v, gates=None, lengths=lengths)
         total = None
@@ -319,6 +324,25 @@ class LinearAttention(Mechanism):
             total[..., -1] = self.phantom / self.feature_map.epsilon
         options = self._op_arguments(q) | {"epsilon": self.feature_map.epsilon, "total": total}
         return self._scaled(causal_linear_out(q, k, v, lengths=lengths, **options))
+
+    def _normalizer_kernels(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether kernels divide the features of causal queries by the running sums of those of the keys."""
+        phi = self.feature_map
+        if self.normalize != "feature" or self.blind_spot > 1 or not phi.positive or phi.unbounded:
+            return False
+        if not isinstance(phi, FusedMap):
+            few = self.num_features <= dispatch.LARGEST
+            return few and v.dtype == q.dtype and why_not_normalizer(q, k, "identity") is None
+        return v.dtype == q.dtype and why_not_normalizer(q, k, phi.kind) is None
+
+    def _normalized_features(
+        self, q: Tensor, k: Tensor, z: Tensor | None, lengths: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries' features divided by the running sums after `z`, the keys' features, and the last sums."""
+        phi = self.feature_map
+        kind = phi.kind if isinstance(phi, FusedMap) else "identity"
+        features = (q, k) if isinstance(phi, FusedMap) else self._features(q, k)
+        return normalized_features(*features, z, feature_map=kind, lengths=lengths)
 
     def _fused_buckets(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether the kernels compute causal attention with this blind spot."""
@@ -440,6 +464,11 @@ class LinearAttention(Mechanism):
             out, sums = causal_linear(query, f, v.to(f.dtype), sums=state.sums, normalize=self.normalize == "query")
             length = state.length + (k.shape[1] if lengths is None else lengths)
             return self._scaled(out), _updated(state, length, sums, None)
+        if self._normalizer_kernels(q, k, v):
+            query, f, z = self._normalized_features(q, k, state.z, lengths)
+            out, sums = causal_linear(query, f, v, sums=state.sums, normalize=False)
+            length = state.length + (k.shape[1] if lengths is None else lengths)
+            return self._scaled(out), _updated(state, length, sums._replace(z=z), None)
         self._record_in_full()
         query, (f, scale, values) = self._query(q.to(dtype)), self._keys(k, v, visible, dtype)
         if self._rounds_keys(q):
