@@ -25,6 +25,8 @@ from longspan.ops.decode import (
     linear_step,
     why_not_triton,
 )
+from longspan.ops.features import feature_attention
+from longspan.ops.features import why_not_triton as why_not_features
 from longspan.ops.linear import (
     FLOOR,
     LinearInputs,
@@ -313,6 +315,10 @@ class LinearAttention(Mechanism):
             return self._scaled(causal_linear_out(q, k, v, lengths=lengths, **self._op_arguments(q)))
         if self.blind_spot > 1 and q.shape[1] > 1 and self._fused_buckets(q, k, v):
             return self._attend_buckets(q, k, v, lengths)
+        if q.shape[1] > 1 and self.normalize == "query" and not self.phantom and self._feature_kernels(q):
+            query, f = self._features(q, k)
+            if why_not_features(query, f, v) is None:
+                return self._scaled(feature_attention(query, _visible_features(f, lengths), v)[0])
         if q.shape[1] > 1 and self._normalizer_kernels(q, k, v):
             query, f, _ = self._normalized_features(q, k, None, lengths)
             return self._scaled(causal_linear_out(query, f, v, normalize=False))
@@ -460,9 +466,12 @@ class LinearAttention(Mechanism):
             return self._scaled(out), _updated(state, length, sums, total)
         if self._feature_kernels(q) and self.normalize != "feature" and self.blind_spot == 1:
             query, f = self._features(q, k)
-            f = f if visible is None else f.masked_fill(~visible[:, :, None, None], 0)
-            out, sums = causal_linear(query, f, v.to(f.dtype), sums=state.sums, normalize=self.normalize == "query")
+            f = _visible_features(f, lengths)
             length = state.length + (k.shape[1] if lengths is None else lengths)
+            if self.normalize == "query" and why_not_features(query, f, v) is None:
+                out, _, kv, z = feature_attention(query, f, v, state.kv, state.z)
+                return self._scaled(out), _updated(state, length, Sums(kv, z, state.shift), None)
+            out, sums = causal_linear(query, f, v.to(f.dtype), sums=state.sums, normalize=self.normalize == "query")
             return self._scaled(out), _updated(state, length, sums, None)
         if self._normalizer_kernels(q, k, v):
             query, f, z = self._normalized_features(q, k, state.z, lengths)
@@ -621,6 +630,14 @@ class LinearAttention(Mechanism):
 
     def _scaled(self, out: Tensor) -> Tensor:
         return out if self.output_scale == 1 else out * self.output_scale
+
+
+def _visible_features(f: Tensor, lengths: Tensor | None) -> Tensor:
+    """Return features (B, S, Hkv, M), zero from the end of each row on."""
+    if lengths is None:
+        return f
+    hidden = torch.arange(f.shape[1], device=f.device) >= lengths[:, None]
+    return f.masked_fill(hidden[:, :, None, None], 0)
 
 
 def _updated(state: LinearState, length: Tensor, sums: Sums, total: Tensor | None) -> LinearState:

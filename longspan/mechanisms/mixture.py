@@ -16,6 +16,8 @@ from longspan.mechanisms.local import LocalAttention, LocalState
 from longspan.mechanisms.split import SplitState
 from longspan.ops.common import dispatch
 from longspan.ops.decode import CosSin, mixture_decode_step, why_not_triton
+from longspan.ops.features import feature_attention
+from longspan.ops.features import why_not_triton as why_not_features
 from longspan.ops.gated import gated_linear
 from longspan.ops.linear import Sums, accumulate, attend_sums, causal_linear, sum_dtype
 from longspan.ops.linear.torch import safe_divide
@@ -267,6 +269,11 @@ class MixtureAttention(Mechanism):
     def _attend_memory(self, q: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Return what each query (B, T > W, H, D) reads of the tokens before its window, and its score."""
         T, W = q.shape[1], self.window
+        if isinstance(self.memory, LinearAttention):
+            features = self._memory_features(q, tokens)
+            if why_not_features(*features) is None:
+                read, mass, _, _ = feature_attention(*features, delay=W)
+                return self._scored(q, read, mass)
         memory = self.memory.new_state(len(q), device=q.device, dtype=q.dtype)
         leaving = Tokens(*(None if x is None else x[:, : T - W] for x in tokens))  # type: ignore[arg-type]
         read, score, _ = self._scan(memory, q[:, W:], leaving, remembers=None)
@@ -288,10 +295,10 @@ class MixtureAttention(Mechanism):
         k, v, gates, visible = tokens
         score, dtype = self._score(q, self.mix_weight, self.mix_bias), sum_dtype(q)
         if isinstance(memory, LinearState):
-            assert isinstance(self.memory, LinearAttention)
-            narrow = _kernel_dtype(q)
-            query = self.memory._query(q.to(narrow))
-            f, _, v = self.memory._keys(k, v, visible, narrow)
+            query, f, v = self._memory_features(q, tokens)
+            if why_not_features(query, f, v) is None:
+                read, mass, kv, z = feature_attention(query, f, v, memory.kv, memory.z)
+                return *self._scored(q, read, mass), replace(memory, kv=kv, z=z)
             # A last column of ones, whose result is the normalizer.
             before = Sums(torch.cat([memory.kv, memory.z[..., None]], -1), memory.z, memory.shift)
             v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
@@ -306,6 +313,20 @@ class MixtureAttention(Mechanism):
         seen = seen if remembers is None else seen | remembers[:, None]
         out, memory = self._write_gated(memory, q, tokens)
         return *self._with_sink(q, self._normalized(out.to(dtype)), score, ~seen[:, :, None]), memory
+
+    def _memory_features(self, q: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the features of queries and visible keys, and the values, in the dtype for the kernels."""
+        assert isinstance(self.memory, LinearAttention)
+        dtype = _kernel_dtype(q)
+        f, _, v = self.memory._keys(tokens.k, tokens.v, tokens.visible, dtype)
+        return self.memory._query(q.to(dtype)), f, v
+
+    def _scored(self, q: Tensor, read: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a linear memory returns, and its score, for the logarithm of its normalizer (B, H, T)."""
+        mass = mass.transpose(1, 2)
+        hidden = mass == BLIND
+        score = self._score(q, self.mix_weight, self.mix_bias) + mass.masked_fill(hidden, 0)
+        return self._with_sink(q, read.to(sum_dtype(q)), score, hidden)
 
     def _remember(self, memory: State, tokens: Tokens) -> State:
         """Return the memory after these tokens."""

@@ -22,12 +22,12 @@ from torch import Tensor, bfloat16, float32
 
 from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
+from longspan.ops.window.torch import BLIND
 
 __all__ = ["BLIND", "feature_attention", "why_not_triton"]
 
 # Tokens in a chunk; the largest number of features and of values.
 CHUNK, MOST_FEATURES, LARGEST = 64, 256, 128
-BLIND = -1e30  # lse of a query that sees no key
 
 
 class FeatureInputs(NamedTuple):
