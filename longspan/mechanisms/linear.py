@@ -241,6 +241,12 @@ class LinearAttention(Mechanism):
         few = self.num_features <= dispatch.LARGEST and q.dtype in (torch.bfloat16, torch.float16)
         return isinstance(phi, Hedgehog) or (few and phi.positive and not (phi.unbounded or self.phantom))
 
+    def _takes_features(self, q: Tensor, v: Tensor) -> bool:
+        """Whether kernels compute normalized causal attention with features that are computed first."""
+        if self.normalize != "query" or self.blind_spot > 1 or not self._feature_kernels(q):
+            return False
+        return why_not_features(q, v, self.num_features) is None
+
     def _features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return features in the dtype of the inputs; those without a kernel are computed in that of the sums."""
         if isinstance(self.feature_map, Hedgehog):
@@ -315,10 +321,9 @@ class LinearAttention(Mechanism):
             return self._scaled(causal_linear_out(q, k, v, lengths=lengths, **self._op_arguments(q)))
         if self.blind_spot > 1 and q.shape[1] > 1 and self._fused_buckets(q, k, v):
             return self._attend_buckets(q, k, v, lengths)
-        if q.shape[1] > 1 and self.normalize == "query" and not self.phantom and self._feature_kernels(q):
+        if q.shape[1] > 1 and not self.phantom and self._takes_features(q, v):
             query, f = self._features(q, k)
-            if why_not_features(query, f, v) is None:
-                return self._scaled(feature_attention(query, _visible_features(f, lengths), v)[0])
+            return self._scaled(feature_attention(query, _visible_features(f, lengths), v)[0])
         if q.shape[1] > 1 and self._normalizer_kernels(q, k, v):
             query, f, _ = self._normalized_features(q, k, None, lengths)
             return self._scaled(causal_linear_out(query, f, v, normalize=False))
@@ -468,7 +473,7 @@ class LinearAttention(Mechanism):
             query, f = self._features(q, k)
             f = _visible_features(f, lengths)
             length = state.length + (k.shape[1] if lengths is None else lengths)
-            if self.normalize == "query" and why_not_features(query, f, v) is None:
+            if self._takes_features(q, v):
                 out, _, kv, z = feature_attention(query, f, v, state.kv, state.z)
                 return self._scaled(out), _updated(state, length, Sums(kv, z, state.shift), None)
             out, sums = causal_linear(query, f, v.to(f.dtype), sums=state.sums, normalize=self.normalize == "query")

@@ -14,13 +14,15 @@ from longspan.mechanisms.gated import GatedMechanism, GatedState
 from longspan.mechanisms.linear import LinearAttention, LinearState
 from longspan.mechanisms.local import LocalAttention, LocalState
 from longspan.mechanisms.split import SplitState
+from longspan.ops import features as feature_kernels
+from longspan.ops import merge as merge_kernels
 from longspan.ops.common import dispatch
 from longspan.ops.decode import CosSin, mixture_decode_step, why_not_triton
 from longspan.ops.features import feature_attention
-from longspan.ops.features import why_not_triton as why_not_features
 from longspan.ops.gated import gated_linear
 from longspan.ops.linear import Sums, accumulate, attend_sums, causal_linear, sum_dtype
 from longspan.ops.linear.torch import safe_divide
+from longspan.ops.merge import merge_attention
 from longspan.ops.window import BLIND, Window, window_attention_with_lse
 from longspan.protocol import Mechanism, Rotation, State
 
@@ -160,11 +162,15 @@ class MixtureAttention(Mechanism):
     def _attend_causal(
         self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> Tensor:
-        parts = [self._attend_window(q, k, v, None, causal=True)]
-        if q.shape[1] > self.window:
-            visible = None if lengths is None else torch.arange(q.shape[1], device=q.device) < lengths[:, None]
-            parts.append(self._attend_memory(q, Tokens(k, v, gates, visible)))
-        return _join(parts).to(q.dtype)
+        window = self._attend_window(q, k, v, None, causal=True)
+        if q.shape[1] <= self.window:
+            return window[0].to(q.dtype)
+        visible = None if lengths is None else torch.arange(q.shape[1], device=q.device) < lengths[:, None]
+        tokens = Tokens(k, v, gates, visible)
+        found = self._read_features(q, tokens, None, self.window)
+        if found is not None:
+            return self._merge(q, window, found[:2])
+        return _join([window, self._attend_memory(q, tokens)]).to(q.dtype)
 
     def _extend(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
@@ -181,8 +187,12 @@ class MixtureAttention(Mechanism):
         leaving = Tokens(
             keys[:, :T], values[:, :T], None if joined is None else joined[:, :T], (visible & (slot < number))[:, :T]
         )
-        read, score, memory = self._scan(memory, q, leaving, remembers=state.length > W)
-        out = _join([window, (read, score)]).to(q.dtype)
+        found = self._read_features(q, leaving, memory, 0)
+        if found is None:
+            read, score, memory = self._scan(memory, q, leaving, remembers=state.length > W)
+            out = _join([window, (read, score)]).to(q.dtype)
+        else:
+            out, memory = self._merge(q, window, found[:2]), replace(memory, kv=found[2], z=found[3])
         return out, self._updated(state, self._write_local(local, k, v, gates, lengths), memory, T, lengths)
 
     def _write(
@@ -269,11 +279,9 @@ class MixtureAttention(Mechanism):
     def _attend_memory(self, q: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Return what each query (B, T > W, H, D) reads of the tokens before its window, and its score."""
         T, W = q.shape[1], self.window
-        if isinstance(self.memory, LinearAttention):
-            features = self._memory_features(q, tokens)
-            if why_not_features(*features) is None:
-                read, mass, _, _ = feature_attention(*features, delay=W)
-                return self._scored(q, read, mass)
+        found = self._read_features(q, tokens, None, W)
+        if found is not None:
+            return self._scored(q, *found[:2])
         memory = self.memory.new_state(len(q), device=q.device, dtype=q.dtype)
         leaving = Tokens(*(None if x is None else x[:, : T - W] for x in tokens))  # type: ignore[arg-type]
         read, score, _ = self._scan(memory, q[:, W:], leaving, remembers=None)
@@ -295,10 +303,10 @@ class MixtureAttention(Mechanism):
         k, v, gates, visible = tokens
         score, dtype = self._score(q, self.mix_weight, self.mix_bias), sum_dtype(q)
         if isinstance(memory, LinearState):
-            query, f, v = self._memory_features(q, tokens)
-            if why_not_features(query, f, v) is None:
-                read, mass, kv, z = feature_attention(query, f, v, memory.kv, memory.z)
-                return *self._scored(q, read, mass), replace(memory, kv=kv, z=z)
+            assert isinstance(self.memory, LinearAttention)
+            narrow = _kernel_dtype(q)
+            query = self.memory._query(q.to(narrow))
+            f, _, v = self.memory._keys(k, v, visible, narrow)
             # A last column of ones, whose result is the normalizer.
             before = Sums(torch.cat([memory.kv, memory.z[..., None]], -1), memory.z, memory.shift)
             v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
@@ -314,16 +322,42 @@ class MixtureAttention(Mechanism):
         out, memory = self._write_gated(memory, q, tokens)
         return *self._with_sink(q, self._normalized(out.to(dtype)), score, ~seen[:, :, None]), memory
 
-    def _memory_features(self, q: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the features of queries and visible keys, and the values, in the dtype for the kernels."""
-        assert isinstance(self.memory, LinearAttention)
-        dtype = _kernel_dtype(q)
-        f, _, v = self.memory._keys(tokens.k, tokens.v, tokens.visible, dtype)
-        return self.memory._query(q.to(dtype)), f, v
+    def _read_features(
+        self, q: Tensor, tokens: Tokens, memory: State | None, delay: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """Read a linear memory after every token by the kernels, or return None where they do not apply.
+
+        Args:
+            q: The queries, as many as tokens.
+            tokens: The tokens that are remembered.
+            memory: The memory before them; None is empty.
+            delay: Tokens up to its own that a query does not see.
+
+        Returns:
+            What each query reads (B, T, H, E), the logarithm of its normalizer (B, T, H), and the sums after all.
+        """
+        if not isinstance(self.memory, LinearAttention) or not isinstance(memory, LinearState | None):
+            return None
+        phi = self.memory.feature_map
+        if not phi.positive or feature_kernels.why_not_triton(q, tokens.v, self.memory.num_features) is not None:
+            return None
+        f, _, v = self.memory._keys(tokens.k, tokens.v, tokens.visible, q.dtype)
+        start = (None, None) if memory is None else (memory.kv, memory.z)
+        read, mass, kv, z = feature_attention(self.memory._query(q), f, v, *start, delay=delay)
+        return read, mass.transpose(1, 2), kv, z
+
+    def _merge(self, q: Tensor, window: tuple[Tensor, Tensor], read: tuple[Tensor, Tensor]) -> Tensor:
+        """Join a window and what a linear memory returns."""
+        if merge_kernels.why_not_triton(q, window[0]) is not None:
+            return _join([window, self._scored(q, *read)]).to(q.dtype)
+        weights, biases = [self.mix_weight], [self.mix_bias]
+        if self.sink:
+            weights, biases = [*weights, self.sink_weight], [*biases, self.sink_bias]
+        value = self.sink_value if self.sink else None
+        return merge_attention(*window, *read, q, torch.stack(weights), torch.stack(biases), value)
 
     def _scored(self, q: Tensor, read: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a linear memory returns, and its score, for the logarithm of its normalizer (B, H, T)."""
-        mass = mass.transpose(1, 2)
+        """Return what a linear memory returns, and its score, for the logarithm of its normalizer (B, T, H)."""
         hidden = mass == BLIND
         score = self._score(q, self.mix_weight, self.mix_bias) + mass.masked_fill(hidden, 0)
         return self._with_sink(q, read.to(sum_dtype(q)), score, hidden)

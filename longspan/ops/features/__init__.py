@@ -82,15 +82,15 @@ def feature_attention(
     return _FeatureAttention.traced(*refuse_forward_mode(*args))[:4]
 
 
-def why_not_triton(query: Tensor, f: Tensor, v: Tensor) -> str | None:
-    """Return why the kernels do not take these features; None if they do."""
-    why = dispatch.unavailable(query)
-    if why is None and not query.dtype == f.dtype == v.dtype == bfloat16:
-        why = f"features and values are {query.dtype}, {f.dtype} and {v.dtype}; the kernels take bfloat16"
-    M, E = query.shape[3], v.shape[3]
-    if why is None and (M > MOST_FEATURES or E > LARGEST):
-        why = f"{M} features and {E} values; the kernels take up to {MOST_FEATURES} and {LARGEST}"
-    if why is None and not (query.numel() and v.numel()):
+def why_not_triton(q: Tensor, v: Tensor, num_features: int) -> str | None:
+    """Return why the kernels do not take features of q and its keys, and values v; None if they do."""
+    why = dispatch.unavailable(q)
+    if why is None and not q.dtype == v.dtype == bfloat16:
+        why = f"queries and values are {q.dtype} and {v.dtype}; the kernels take bfloat16"
+    if why is None and (num_features > MOST_FEATURES or v.shape[3] > LARGEST):
+        sizes = f"{num_features} features and {v.shape[3]} values"
+        why = f"{sizes}; the kernels take up to {MOST_FEATURES} and {LARGEST}"
+    if why is None and not (q.numel() and v.numel()):
         why = "an empty tensor"
     if dispatch.recording is not None:
         dispatch.record("causal linear attention with given features", "features", why)
