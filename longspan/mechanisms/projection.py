@@ -106,7 +106,7 @@ class Projection(nn.Module):
             position = torch.arange(T, device=start.device) + start[:, None]
             return table[position % self.max_length if self.periodic else position.clamp(max=self.max_length - 1)]
         # A slice, not an index, whose gradient would need a sort.
-        if self.periodic and T > self.max_length:
+        if self.periodic and self.max_length < T:
             return table.repeat(-(-T // self.max_length), 1, 1)[None, :T]
         covered = not torch.compiler.is_compiling() and len(table) == T
         return (table if covered else table[:T])[None]

@@ -190,9 +190,7 @@ def _why_unsupported_causal(q: Tensor, k: Tensor, v: Tensor, rank: int) -> str |
     return None if q.numel() and v.numel() else "an empty tensor"
 
 
-@differentiable_op(
-    "longspan::causal_linformer", (CausalInputs,), (CausalSaved,), outputs=6, grads=7, differentiable=3
-)
+@differentiable_op("longspan::causal_linformer", (CausalInputs,), (CausalSaved,), outputs=6, grads=7, differentiable=3)
 class _CausalLinformer(DifferentiableOp):
     """out, the compressed keys and values after it, lse, and those before each chunk."""
 
@@ -228,9 +226,7 @@ class _CausalLinformer(DifferentiableOp):
     ) -> tuple[Tensor | None, ...]:
         out, lse, keys, values, *inputs = ctx.saved_tensors
         d_out = out.new_zeros(out.shape) if d_out is None else d_out
-        *grads, d_k, d_v = backward(
-            *refuse_forward_mode(d_out, d_end_k, d_end_v, out, lse, keys, values, *inputs)
-        )
+        *grads, d_k, d_v = backward(*refuse_forward_mode(d_out, d_end_k, d_end_v, out, lse, keys, values, *inputs))
         return *grads, None if inputs[5] is None else d_k, None if inputs[6] is None else d_v
 
     @staticmethod

@@ -74,7 +74,9 @@ def backward(saved: CausalSaved, x: CausalInputs) -> tuple[Tensor, ...]:
         d_starts = plan.sums(weights, (q, d_out), d_ends, d_states)
         tensors = x.e, x.f, x.k, x.v, q, d_out
         plan.tokens(tensors, tuple(weights), tuple(d_states), (d_k, d_v, *d_tables))
-    d_e, d_f = (d if len(table) == len(q) else d.sum(0, keepdim=True) for d, table in zip(d_tables, (e, f), strict=True))
+    d_e, d_f = (
+        d if len(table) == len(q) else d.sum(0, keepdim=True) for d, table in zip(d_tables, (e, f), strict=True)
+    )
     return d_q, d_k, d_v, d_e.to(e.dtype), d_f.to(f.dtype), *d_starts
 
 
@@ -442,8 +444,16 @@ def causal_backward_tokens_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def causal_backward_tables_kernel(
-    inputs, weights, d_states, outputs, T, strides, S: tl.constexpr, SIDE: tl.constexpr, BX: tl.constexpr,
-    STAGES: tl.constexpr
+    inputs,
+    weights,
+    d_states,
+    outputs,
+    T,
+    strides,
+    S: tl.constexpr,
+    SIDE: tl.constexpr,
+    BX: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """de, or df, of one chunk and BX columns: Σ y Gᵀ + tril(a yᵀ)ᵀ w over all heads that share a table."""
     p_e, p_f, p_k, p_v, p_q, p_d_out = inputs

@@ -149,9 +149,7 @@ class _FeatureBackward(_FeaturePlan):
         def tiling(name: str) -> dict[str, Any]:
             return {"S": S, **TILING[name]}
 
-        self.queries = self.launch(
-            features_backward_queries_kernel, heads, (*sizes, f, v, d_out), tiling("queries")
-        )
+        self.queries = self.launch(features_backward_queries_kernel, heads, (*sizes, f, v, d_out), tiling("queries"))
         self.values = self.launch(
             features_backward_values_kernel, kv_heads, (*sizes, query, f, d_out), tiling("values")
         )

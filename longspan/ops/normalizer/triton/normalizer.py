@@ -34,9 +34,7 @@ def forward(x: NormalizerInputs, problem: NormalizerProblem) -> tuple[Tensor, Te
     return query, f, sums[:, :, -1].clone(), sums
 
 
-def backward(
-    saved: NormalizerSaved, x: NormalizerInputs, problem: NormalizerProblem
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(saved: NormalizerSaved, x: NormalizerInputs, problem: NormalizerProblem) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and z before the first token."""
     q, k = dense_rows(x.q), dense_rows(x.k)
     d_query, d_f = (
