@@ -192,6 +192,7 @@ class MixtureAttention(Mechanism):
             read, score, memory = self._scan(memory, q, leaving, remembers=state.length > W)
             out = _join([window, (read, score)]).to(q.dtype)
         else:
+            assert isinstance(memory, LinearState)
             out, memory = self._merge(q, window, found[:2]), replace(memory, kv=found[2], z=found[3])
         return out, self._updated(state, self._write_local(local, k, v, gates, lengths), memory, T, lengths)
 
@@ -350,11 +351,11 @@ class MixtureAttention(Mechanism):
         """Join a window and what a linear memory returns."""
         if merge_kernels.why_not_triton(q, window[0]) is not None:
             return _join([window, self._scored(q, *read)]).to(q.dtype)
-        weights, biases = [self.mix_weight], [self.mix_bias]
+        weight, bias, value = self.mix_weight[None], self.mix_bias[None], None
         if self.sink:
-            weights, biases = [*weights, self.sink_weight], [*biases, self.sink_bias]
-        value = self.sink_value if self.sink else None
-        return merge_attention(*window, *read, q, torch.stack(weights), torch.stack(biases), value)
+            weight, bias = torch.cat([weight, self.sink_weight[None]]), torch.cat([bias, self.sink_bias[None]])
+            value = self.sink_value
+        return merge_attention(*window, *read, q, weight, bias, value)
 
     def _scored(self, q: Tensor, read: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
         """Return what a linear memory returns, and its score, for the logarithm of its normalizer (B, T, H)."""

@@ -1,9 +1,10 @@
 """Causal linear attention with features that are given, and the logarithm of its normalizer.
 
-    num_i = Σ_{j ≤ i − W} (φ(q_i)·φ(k_j)) v_j,    den_i = Σ_{j ≤ i − W} φ(q_i)·φ(k_j),    out_i = num_i / den_i,    lse_i = log den_i
+    num_i = Σ_{j ≤ i − W} (φ(q_i)·φ(k_j)) v_j,    den_i = Σ_{j ≤ i − W} φ(q_i)·φ(k_j)
+    out_i = num_i / den_i,    lse_i = log den_i
 
-Features are positive, such as Hedgehog's, up to 256 of them. `lse` has a gradient, so that the result can be one part of
-a softmax (`mixture`); W tokens before a query are left to another part. Backward, with δ = Σ dout ∘ out:
+Features are positive, such as Hedgehog's, up to 256 of them. `lse` has a gradient, so that the result can be one part
+of a softmax (`mixture`); W tokens before a query are left to another part. Backward, with δ = Σ dout ∘ out:
 
     dnum = dout / den,    dden = (dlse − δ) / den,    dφ(q_i) = S_i dnum_i + z_i dden_i
     dφ(k_j) = dS_j v_j + dz_j,    dv_j = dS_jᵀ φ(k_j)
@@ -62,7 +63,9 @@ class FeatureSaved(NamedTuple):
 def feature_attention(
     query: Tensor, f: Tensor, v: Tensor, kv: Tensor | None = None, z: Tensor | None = None, *, delay: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Causal linear attention and the logarithm of its normalizer. O(T·M·E) time. For arguments without `why_not_triton`.
+    """Causal linear attention and the logarithm of its normalizer. O(T·M·E) time.
+
+    For arguments without `why_not_triton`.
 
     Args:
         query: Features of the queries (B, T, H, M).

@@ -1,8 +1,8 @@
-"""Queries of causal linear attention normalized by feature: φ(q_i)_m / z_im with the running sums z_im = Σ_{j ≤ i} φ(k_j)_m.
+"""Queries of causal linear attention, divided by the running sums of the features: φ(q_i)_m / z_im.
 
-    out_i = Σ_m φ(q_i)_m (Σ_{j ≤ i} φ(k_j)_m v_j) / z_im
+    z_im = Σ_{j ≤ i} φ(k_j)_m,    out_i = Σ_m (φ(q_i)_m / z_im) Σ_{j ≤ i} φ(k_j)_m v_j
 
-is then unnormalized linear attention with features that are given. Backward, with d the gradient of the result φ(q) / z:
+is then unnormalized linear attention with features that are given. Backward, with d the gradient of φ(q) / z:
 
     dφ(q_i) = d_i / z_i,    dz_i = −d_i φ(q_i) / z_i²,    dφ(k_j) = Σ_{i ≥ j} dz_i
 

@@ -331,7 +331,7 @@ def features_backward_queries_kernel(
 def features_backward_values_kernel(
     p_query, p_f, p_d_out, p_lse, p_states, p_d_v, T, length, q, f, d, S: tl.constexpr, STAGES: tl.constexpr
 ):
-    """dv of one chunk of one key/value head: tril(φ(q) φ(k)ᵀ)ᵀ dnum + φ(k) dS. p_d_v, p_lse: rows of `length` tokens."""
+    """dv of one chunk of one key/value head: tril(φ(q) φ(k)ᵀ)ᵀ dnum + φ(k) dS."""
     GROUP: tl.constexpr = S.H // S.HKV
     i_b, i_h, i_0, rows = _program(T, S.HKV, S)
     p_f = token_pointer(p_f, f, i_b, i_0, i_h)
