@@ -167,6 +167,19 @@ def _row(p_x, stride, rows, m, S: tl.constexpr):
 
 
 @triton.jit
+def _row_again(p_x, stride, rows, m, S: tl.constexpr):
+    """`_row` as a load of its own, for sums in registers.
+
+    If a pipelined tile were read by a product and by a sum, Triton 3.6 would give it one buffer instead of two, and
+    overwrite it for the next iteration while the product still reads it.
+    """
+    i_t, i_m = tl.arange(0, S.C), m + tl.arange(0, S.BS)
+    m_x = (i_t < rows)[:, None] & (i_m < S.M)[None, :]
+    p_x += i_t[:, None] * stride + i_m[None, :]
+    return tl.load(p_x, mask=m_x, other=0.0, eviction_policy="evict_first").to(tl.float32)
+
+
+@triton.jit
 def _state(p_x, m, S: tl.constexpr):
     """Rows m to m + BS of a state, (BS, BE)."""
     return tl.load(p_x + (m + tl.arange(0, S.BS))[:, None] * S.BE + tl.arange(0, S.BE)[None, :])
@@ -233,7 +246,8 @@ def features_sums_kernel(
                     tl.store(p_states_z + i_c * S.BM, b_z)
         i_0 = tl.cast(i_c, tl.int64) * S.C
         rows = T - i_c * S.C
-        b_x = _row(p_x + i_0 * x.t + g * x.h, x.t, rows, i_m, S)
+        p_tile = p_x + i_0 * x.t + g * x.h
+        b_x = _row(p_tile, x.t, rows, i_m, S)
         m_y = (i_t < rows)[:, None]
         if S.E != S.BE:
             m_y = m_y & m_d[None, :]
@@ -242,9 +256,9 @@ def features_sums_kernel(
             b_lse = tl.load(p_lse + g * length + i_0 + i_t, mask=i_t < rows, other=_BLIND)
             b_d_den = tl.load(p_d_den + g * length + i_0 + i_t, mask=i_t < rows, other=0.0)
             b_y = (b_y * _inverse_den(b_lse)[:, None]).to(b_x.dtype)
-            b_z += tl.sum(b_x.to(tl.float32) * b_d_den[:, None], 0)
+            b_z += tl.sum(_row_again(p_tile, x.t, rows, i_m, S) * b_d_den[:, None], 0)
         else:
-            b_z += tl.sum(b_x.to(tl.float32), 0)
+            b_z += tl.sum(_row_again(p_tile, x.t, rows, i_m, S), 0)
         b_sum = tl.dot(tl.trans(b_x), b_y, b_sum)
     end = i_x * slots + i_s + 1 if TOTALS else i_x
     if TOTALS or segments == 1:
@@ -280,7 +294,7 @@ def features_forward_kernel(
         b_s, b_z = _state(p_states, m, S), tl.load(p_z + m)
         b_a = tl.dot(b_q, tl.trans(b_f), b_a)
         b_num = tl.dot(b_q, b_s, b_num)
-        b_den += tl.sum(b_q.to(tl.float32) * b_z[None, :], 1)
+        b_den += tl.sum(_row_again(p_query, q.t, rows, m, S) * b_z[None, :], 1)
     b_v = load_rows(token_pointer(p_v, v, i_b, i_0, i_kv), v.t, rows, S.E, S.C, S.BE)
     b_a = tl.where(i_t[None, :] <= i_t[:, None], b_a, 0.0)
     b_den += tl.sum(b_a, 1)
