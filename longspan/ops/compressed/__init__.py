@@ -132,7 +132,7 @@ class CausalInputs(NamedTuple):
 
 
 class CausalSaved(NamedTuple):
-    """What its backward pass takes before them. keys, values: the sums before each chunk."""
+    """What its backward pass takes before them. keys, values: the sums before each chunk. pairs: see `states_shapes`."""
 
     d_out: Tensor
     d_end_k: Tensor | None
@@ -141,6 +141,7 @@ class CausalSaved(NamedTuple):
     lse: Tensor
     keys: Tensor
     values: Tensor
+    pairs: Tensor
 
 
 def causal_linformer(
@@ -190,7 +191,7 @@ def _why_unsupported_causal(q: Tensor, k: Tensor, v: Tensor, rank: int) -> str |
     return None if q.numel() and v.numel() else "an empty tensor"
 
 
-@differentiable_op("longspan::causal_linformer", (CausalInputs,), (CausalSaved,), outputs=6, grads=7, differentiable=3)
+@differentiable_op("longspan::causal_linformer", (CausalInputs,), (CausalSaved,), outputs=7, grads=7, differentiable=3)
 class _CausalLinformer(DifferentiableOp):
     """out, the compressed keys and values after it, lse, and those before each chunk."""
 
@@ -203,7 +204,7 @@ class _CausalLinformer(DifferentiableOp):
         x = CausalInputs(*args)
         (B, T, H, D), (Hkv, E), R = x.q.shape, x.v.shape[2:], x.e.shape[3]
         ends = [x.q.new_empty(B, Hkv, R, dim, dtype=float32) for dim in (D, E)]
-        states = [x.q.new_empty(shape) for shape in states_shapes(B, T, Hkv, R, D, E)]
+        states = [x.q.new_empty(shape) for shape in states_shapes(B, T, H, Hkv, R, D, E)]
         return x.v.new_empty(B, T, H, E), *ends, x.q.new_empty(B, H, T, dtype=float32), *states
 
     @staticmethod
@@ -224,9 +225,11 @@ class _CausalLinformer(DifferentiableOp):
         d_end_v: Tensor | None = None,
         *_: None,
     ) -> tuple[Tensor | None, ...]:
-        out, lse, keys, values, *inputs = ctx.saved_tensors
+        out, lse, keys, values, pairs, *inputs = ctx.saved_tensors
         d_out = out.new_zeros(out.shape) if d_out is None else d_out
-        *grads, d_k, d_v = backward(*refuse_forward_mode(d_out, d_end_k, d_end_v, out, lse, keys, values, *inputs))
+        *grads, d_k, d_v = backward(
+            *refuse_forward_mode(d_out, d_end_k, d_end_v, out, lse, keys, values, pairs, *inputs)
+        )
         return *grads, None if inputs[5] is None else d_k, None if inputs[6] is None else d_v
 
     @staticmethod
@@ -242,10 +245,11 @@ class _CausalLinformer(DifferentiableOp):
         return *(y.new_empty(y.shape) for y in x[:5]), *ends
 
 
-def states_shapes(B: int, T: int, Hkv: int, R: int, D: int, E: int) -> list[tuple[int, ...]]:
-    """Return the shapes of the compressed keys and values before each chunk, padded to powers of two."""
+def states_shapes(B: int, T: int, H: int, Hkv: int, R: int, D: int, E: int) -> list[tuple[int, ...]]:
+    """Return the shapes of the compressed keys and values before each chunk, padded, and of pairs of a chunk's tokens."""
     R, D, E = (max(64, 1 << (int(size) - 1).bit_length()) for size in (R, D, E))
-    return [(B, Hkv, -(-T // CHUNK), R, dim) for dim in (D, E)]
+    chunks = -(-T // CHUNK)
+    return [(B, Hkv, chunks, R, D), (B, Hkv, chunks, R, E), (B, H, chunks, CHUNK, CHUNK)]
 
 
 def _causal_kernels() -> ModuleType:

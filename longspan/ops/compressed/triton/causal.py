@@ -31,53 +31,55 @@ from longspan.ops.common.launch import Plan, Signature, Strides, dense, dense_ro
 from longspan.ops.common.tiles import load_rows, padded, store_rows, token_pointer, zeros
 from longspan.ops.compressed import CHUNK, CausalInputs, CausalSaved, states_shapes
 
-# Programs that compute sums, at least; sequences are divided into segments to have as many.
-PROGRAMS = 512
+# Programs that compute sums, at least, by dividing sequences into segments; and those that compute gradients of tables.
+PROGRAMS, TABLE_PROGRAMS = 512, 1024
 
 # Pipeline stages and warps of each kernel.
 TILING = {
     "sums": {"STAGES": 3, "num_warps": 4},
     "read": {"STAGES": 2, "num_warps": 4},
     "queries": {"STAGES": 2, "num_warps": 4},
-    "tokens": {"STAGES": 2, "num_warps": 8},
+    "tables": {"STAGES": 2, "num_warps": 4, "BS": 128},
+    "keys": {"STAGES": 2, "num_warps": 4},
 }
 
 # Heads, those of the tables, R rows, dimensions; tokens of a chunk; padded sizes; BS: rows of a tile of the sums.
 CausalSizes = namedtuple("CausalSizes", "H HKV HT R D E C BR BD BE BS")
 
 
-def forward(x: CausalInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return out, the sums after the last token, lse in base 2, and the sums before each chunk in bfloat16."""
-    heads, x = x.e.shape[2], _dense(x)
-    plan = _CausalForward.of(x, heads)
+def forward(x: CausalInputs) -> tuple[Tensor, ...]:
+    """Return out, the sums after the last token, lse in base 2, the sums before each chunk, and tril(P fᵀ) of each."""
+    x = _dense(x)
+    plan = _CausalForward.of(x)
     out, lse = x.v.new_empty(plan.out_shape), x.q.new_empty(plan.lse_shape, dtype=torch.float32)
-    states = [x.q.new_empty(shape) for shape in plan.states]
+    *states, pairs = (x.q.new_empty(shape) for shape in plan.states)
     with on_device(x.q):
         ends = plan.sums((x.e, x.f), (x.k, x.v), (x.start_k, x.start_v), states)
-        plan.read(tuple(x[:5]), *states, out, lse)
-    return out, *ends, lse, *states
+        plan.read(tuple(x[:5]), *states, out, lse, pairs)
+    return out, *ends, lse, *states, pairs
 
 
 def backward(saved: CausalSaved, x: CausalInputs) -> tuple[Tensor, ...]:
     """Return the gradients of all inputs."""
     e, f = x.e, x.f
     x, d_out = _dense(x), dense_rows(saved.d_out)
-    plan = _CausalBackward.of((*x, d_out), e.shape[2])
+    plan = _CausalBackward.of((*x, d_out), e.shape[2], len(e) == 1)
     q = x.q
-    weights = [q.new_empty(plan.weights_shape) for _ in range(2)]
+    weights = tuple(q.new_empty(plan.weights_shape) for _ in range(2))
+    *d_states, a = (q.new_empty(shape) for shape in plan.states)
+    b, d_e_pairs = torch.empty_like(a), torch.empty_like(a)
     d_q, d_k, d_v = new_like(q), new_like(x.k), new_like(x.v)
-    d_tables = [q.new_empty(plan.table_shape, dtype=torch.float32) for _ in range(2)]
-    d_states = [q.new_empty(shape) for shape in plan.states]
+    d_tables = tuple(q.new_empty(plan.table_shape, dtype=torch.float32) for _ in range(2))
+    d_ends = dense(saved.d_end_k), dense(saved.d_end_v)
     with on_device(q):
-        plan.queries(tuple(x[:5]), saved.keys, saved.values, saved.out, saved.lse, d_out, *weights, d_q)
-        d_ends = dense(saved.d_end_k), dense(saved.d_end_v)
+        given = tuple(x[:5]), saved.keys, saved.values, saved.out, saved.lse, d_out
+        plan.queries(*given, *weights, a, b, d_e_pairs, d_q)
         d_starts = plan.sums(weights, (q, d_out), d_ends, d_states)
-        tensors = x.e, x.f, x.k, x.v, q, d_out
-        plan.tokens(tensors, tuple(weights), tuple(d_states), (d_k, d_v, *d_tables))
-    d_e, d_f = (
-        d if len(table) == len(q) else d.sum(0, keepdim=True) for d, table in zip(d_tables, (e, f), strict=True)
-    )
-    return d_q, d_k, d_v, d_e.to(e.dtype), d_f.to(f.dtype), *d_starts
+        plan.tables((x.k, x.v), (a, b), weights, tuple(d_states), d_tables)
+        plan.keys((x.e, x.f, q, d_out), (d_e_pairs, saved.pairs), tuple(d_states), (d_k, d_v))
+    pairs = zip(d_tables, (e, f), strict=True)
+    d_e, d_f = ((d if len(d) == len(y) else d.sum(0, keepdim=True)).to(y.dtype) for d, y in pairs)
+    return d_q, d_k, d_v, d_e, d_f, *d_starts
 
 
 def _dense(x: CausalInputs) -> CausalInputs:
@@ -89,17 +91,16 @@ def _dense(x: CausalInputs) -> CausalInputs:
 class _CausalPlan(Plan):
     """Sizes, and the launches that sum a table and what it multiplies over tokens."""
 
-    def __init__(self, device: int, key: Signature, heads: int, *, back: bool) -> None:
+    def __init__(self, device: int, key: Signature, *, back: bool) -> None:
         super().__init__(device)
         q, _, v, e = key[:4]
         (B, self.T, H, D), (Hkv, E), R = q[0], v[0][2:], e[0][3]
         BR, BD, BE = (padded(size) for size in (R, D, E))
-        self.S = CausalSizes(H, Hkv, heads, R, D, E, CHUNK, BR, BD, BE, 64)
+        self.S = CausalSizes(H, Hkv, 0, R, D, E, CHUNK, BR, BD, BE, 64)
         self.B, self.chunks = B, -(-self.T // CHUNK)
         self.strides = tuple(Strides.of(x) for x in key[:5])
         self.out_shape, self.lse_shape = (B, self.T, H, E), (B, H, self.T)
-        self.states = states_shapes(B, self.T, Hkv, R, D, E)
-        self.weights_shape, self.table_shape = (B, H, self.chunks * CHUNK, BR), (B, self.T, heads, R)
+        self.states = states_shapes(B, self.T, H, Hkv, R, D, E)
         tiles = BR // 64
         self.segments = min(-(-PROGRAMS // (2 * tiles * B * Hkv)), -(-self.chunks // 8))
         self.run = -(-self.chunks // self.segments)
@@ -109,11 +110,15 @@ class _CausalPlan(Plan):
     def sum_launches(self, strides: tuple[Strides, ...], width: int) -> None:
         S = self.S
         scalars = self.T, self.chunks, self.run, self.segments, strides
-        constants = {"S": S, "GROUP": S.H // S.HKV if self.back else 1, "WIDTH": width, "BACK": self.back}
-        constants |= TILING["sums"]
-        grid = S.BR // S.BS * self.segments, self.B * S.HKV
+        constants = self.constants("sums")
+        constants |= {"GROUP": S.H // S.HKV if self.back else 1, "WIDTH": width, "BACK": self.back}
+        grid = S.BR // constants["S"].BS * self.segments, self.B * S.HKV
         self.walk = self.both(causal_sums_kernel, grid, scalars, constants | {"TOTALS": False})
         self.totals = self.both(causal_sums_kernel, grid, scalars, constants | {"TOTALS": True})
+
+    def constants(self, name: str) -> dict[str, Any]:
+        tiling = dict(TILING[name])
+        return {"S": self.S._replace(BS=min(self.S.BR, tiling.pop("BS", 64))), **tiling}
 
     def both(self, kernel: Any, grid: tuple[int, int], scalars: tuple[Any, ...], constants: dict[str, Any]) -> Any:
         """Launch a kernel for keys and values: once if they are equally wide."""
@@ -150,40 +155,44 @@ class _CausalPlan(Plan):
 
 
 class _CausalForward(_CausalPlan):
-    def __init__(self, device: int, key: Signature, heads: int) -> None:
-        super().__init__(device, key, heads, back=False)
+    def __init__(self, device: int, key: Signature) -> None:
+        super().__init__(device, key, back=False)
         q, k, v, e, f = self.strides
         S = self.S
         self.sum_launches((e, f, k, v), S.R)
         scale = S.D**-0.5 * math.log2(math.e)
         grid = self.chunks, self.B * S.H
-        constants = {"S": S, **TILING["read"]}
+        constants = self.constants("read")
         self.read = self.launch(causal_forward_kernel, grid, (self.T, scale, self.strides), constants)
 
 
 class _CausalBackward(_CausalPlan):
-    def __init__(self, device: int, key: Signature, heads: int) -> None:
-        super().__init__(device, key, heads, back=True)
-        S, d_out = self.S, Strides.of(key[7])
-        rows = self.chunks * CHUNK * S.BR
-        weights = Strides(S.H * rows, S.BR, rows)
-        self.sum_launches((weights, weights, self.strides[0], d_out), S.BR)
-        scale = S.D**-0.5
-        scalars = self.T, scale * math.log2(math.e), scale, self.strides, d_out
-        constants = {"S": S, **TILING["queries"]}
-        self.queries = self.launch(causal_backward_queries_kernel, (self.chunks, self.B * S.H), scalars, constants)
+    """heads: number of heads of the tables. shared: whether all sequences have the same tables."""
+
+    def __init__(self, device: int, key: Signature, heads: int, shared: bool) -> None:
+        super().__init__(device, key, back=True)
+        S, T, d_out = self.S, self.T, Strides.of(key[7])
         q, k, v, e, f = self.strides
-        scalars, constants = (self.T, (e, f, k, v, q, d_out)), {"S": S, **TILING["tokens"]}
-        if "tables" in TILING:
-            tables = {"S": S, **TILING["tables"]}
-            grid = self.chunks * (S.BR // tables["BX"]), self.B * S.HT
-            self.one = self.both(causal_backward_tables_kernel, grid, scalars, tables)
-            self.two = self.both(
-                causal_backward_keys_kernel, (self.chunks, self.B * S.HKV), scalars, {"S": S, **TILING["keys"]}
-            )
-            self.tokens = lambda *p: (self.one(*p), self.two(*p))
-            return
-        self.tokens = self.both(causal_backward_tokens_kernel, (self.chunks, self.B * S.HT), scalars, constants)
+        rows = self.chunks * CHUNK * S.BR
+        self.weights_shape = self.B, S.H, self.chunks * CHUNK, S.BR
+        weights = Strides(S.H * rows, S.BR, rows)
+        self.sum_launches((weights, weights, q, d_out), S.BR)
+        scale = S.D**-0.5
+        scalars = T, scale * math.log2(math.e), scale, self.strides, d_out
+        grid = self.chunks, self.B * S.H
+        self.queries = self.launch(causal_backward_queries_kernel, grid, scalars, self.constants("queries"))
+        constants = self.constants("tables")
+        constants["S"] = constants["S"]._replace(HT=heads)
+        tiles = self.chunks * (S.BR // constants["S"].BS)
+        # As few parts of a shared table's gradient as there are programs for.
+        batches = max(1, min(self.B, tiles * 2 * heads * self.B // TABLE_PROGRAMS)) if shared else 1
+        parts = -(-self.B // batches)
+        self.table_shape = parts, T, heads, S.R
+        scalars = T, self.B, (k, v)
+        constants["BATCHES"] = batches
+        self.tables = self.both(causal_backward_tables_kernel, (tiles, parts * heads), scalars, constants)
+        grid = self.chunks, self.B * S.HKV
+        self.keys = self.both(causal_backward_keys_kernel, grid, (T, (e, f, q, d_out)), self.constants("keys"))
 
 
 @triton.jit
@@ -302,11 +311,22 @@ def _lower(b_x, dtype: tl.constexpr):
     return tl.where(i_t[None, :] <= i_t[:, None], b_x, 0.0).to(dtype)
 
 
+@triton.jit
+def _store_pairs(p_x, i_b, i_h, b_x, S: tl.constexpr):
+    """Store (C, C) pairs of queries and keys of a program's chunk."""
+    i_t = tl.arange(0, S.C)
+    i_own = (i_b * S.H + i_h) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(p_x + i_own * (S.C * S.C) + i_t[:, None] * S.C + i_t[None, :], b_x)
+
+
 @triton.jit(do_not_specialize=["T"])
 def causal_forward_kernel(
-    inputs, p_keys, p_values, p_out, p_lse, T, scale, strides, S: tl.constexpr, STAGES: tl.constexpr
+    inputs, p_keys, p_values, p_out, p_lse, p_pf, T, scale, strides, S: tl.constexpr, STAGES: tl.constexpr
 ):
-    """One chunk of one query head, over tiles of the sums. scale: that of the scores times log₂ e."""
+    """One chunk of one query head, over tiles of the sums. scale: that of the scores times log₂ e.
+
+    p_pf: (B, H, chunks, C, C) tril(P fᵀ), for the backward pass.
+    """
     p_q, p_k, p_v, p_e, p_f = inputs
     q, k, v, e, f = strides
     i_c, i_0, rows = tl.program_id(0), tl.program_id(0) * S.C, T - tl.program_id(0) * S.C
@@ -336,7 +356,10 @@ def causal_forward_kernel(
         b_out = tl.dot(b_p, b_values, b_out * b_decay[:, None])
         b_w = tl.dot(b_p, tl.trans(b_f), b_w * b_decay[:, None])
     b_v = load_rows(token_pointer(p_v, v, i_b, i_0, i_kv), v.t, rows, S.E, S.C, S.BE)
-    b_out = tl.dot(_lower(b_w, dtype), b_v, b_out) * (1.0 / b_sum)[:, None]
+    b_inverse = (1.0 / b_sum)[:, None]
+    b_w = _lower(b_w * b_inverse, dtype)
+    b_out = tl.dot(b_w, b_v, b_out * b_inverse)
+    _store_pairs(p_pf, i_b, i_h, b_w, S)
     p_out += ((i_b * T + i_0) * S.H + i_h) * S.E
     store_rows(p_out, S.H * S.E, rows, b_out, S.E, S.C, S.BE)
     i_t = tl.arange(0, S.C)
@@ -345,10 +368,13 @@ def causal_forward_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def causal_backward_queries_kernel(
-    inputs, p_keys, p_values, p_out, p_lse, p_d_out, p_d_s, p_p, p_d_q, T, scale, score_scale, strides, d_out,
-    S: tl.constexpr, STAGES: tl.constexpr,
+    inputs, p_keys, p_values, p_out, p_lse, p_d_out, p_d_s, p_p, p_a, p_b, p_de, p_d_q,
+    T, scale, score_scale, strides, d_out, S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """P, dS and dq of one chunk of one query head. p_d_s, p_p: (B, H, chunks · C, BR)."""
+    """P, dS and dq of one chunk of one query head.
+
+    p_d_s, p_p: (B, H, chunks · C, BR). p_a, p_b, p_de: (B, H, chunks, C, C) A, B and tril(dS eᵀ).
+    """
     p_q, p_k, p_v, p_e, p_f = inputs
     q, k, v, e, f = strides
     i_c, i_0, rows = tl.program_id(0), tl.program_id(0) * S.C, T - tl.program_id(0) * S.C
@@ -372,6 +398,8 @@ def causal_backward_queries_kernel(
     b_delta = tl.sum(b_out.to(tl.float32) * b_d_out.to(tl.float32), 1) * score_scale
     b_lse = tl.load(p_lse + (i_b * S.H + i_h) * T + i_0 + i_t, mask=i_t < rows, other=float("inf"))
     b_a, b_b = _lower(tl.dot(b_q, tl.trans(b_k)), dtype), _lower(tl.dot(b_d_out, tl.trans(b_v)), dtype)
+    _store_pairs(p_a, i_b, i_h, b_a, S)
+    _store_pairs(p_b, i_b, i_h, b_b, S)
     b_d_q, b_w = zeros(S.C, S.BD), zeros(S.C, S.C)
     for r in tl.range(0, S.BR, S.BS, num_stages=STAGES):
         b_keys, b_values = _load_sums(p_keys, r, S.BD, S), _load_sums(p_values, r, S.BE, S)
@@ -383,132 +411,66 @@ def causal_backward_queries_kernel(
         tl.store(p_d_s + r, b_d_s)
         b_d_q = tl.dot(b_d_s, b_keys, b_d_q)
         b_w = tl.dot(b_d_s, tl.trans(b_e), b_w)
-    b_d_q = tl.dot(_lower(b_w, dtype), b_k, b_d_q)
+    b_w = _lower(b_w, dtype)
+    b_d_q = tl.dot(b_w, b_k, b_d_q)
+    _store_pairs(p_de, i_b, i_h, b_w, S)
     store_rows(p_d_q + i_o * S.D, S.H * S.D, rows, b_d_q, S.D, S.C, S.BD)
 
 
-@triton.jit
-def _inside(p_a, stride, p_w, rows, b_x, b_y, b_d_x, b_d_y, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr):
-    """Add what the queries of a chunk give to the gradients of its keys: dy += tril(w xᵀ)ᵀ a, dx += tril(a yᵀ)ᵀ w."""
-    i_t = tl.arange(0, S.C)
-    m_seen = i_t[:, None] <= i_t[None, :]
-    b_a = load_rows(p_a, stride, rows, D, S.C, BD)
-    b_w = tl.load(p_w + i_t[:, None] * S.BR + tl.arange(0, S.BR)[None, :])
-    b_xw = tl.where(m_seen, tl.dot(b_x, tl.trans(b_w)), 0.0).to(b_x.dtype)
-    b_ya = tl.where(m_seen, tl.dot(b_y, tl.trans(b_a)), 0.0).to(b_x.dtype)
-    return tl.dot(b_ya, b_w, b_d_x), tl.dot(b_xw, b_a, b_d_y)
-
-
-@triton.jit(do_not_specialize=["T"])
-def causal_backward_tokens_kernel(
-    inputs, weights, d_states, outputs, T, strides, S: tl.constexpr, SIDE: tl.constexpr, STAGES: tl.constexpr
-):
-    """dk and de, or dv and df, of one chunk and all heads that share a table.
-
-    With G the gradient of the sums after the chunk: dy = x G + tril(w xᵀ)ᵀ a, dx = Σ y Gᵀ + tril(a yᵀ)ᵀ w over heads.
-    """
-    p_e, p_f, p_k, p_v, p_q, p_d_out = inputs
-    e, f, k, v, q, d_out = strides
-    p_x, p_y, p_a = _side(p_e, p_f, SIDE), _side(p_k, p_v, SIDE), _side(p_q, p_d_out, SIDE)
-    x_b, x_t, x_h = _side(_wide(e), _wide(f), SIDE)
-    y_b, y_t, y_h = _side(_wide(k), _wide(v), SIDE)
-    a_b, a_t, a_h = _side(_wide(q), _wide(d_out), SIDE)
-    p_w, p_sums = _side(weights[0], weights[1], SIDE), _side(d_states[0], d_states[1], SIDE)
-    p_d_y, p_d_x = _side(outputs[0], outputs[1], SIDE), _side(outputs[2], outputs[3], SIDE)
-    D: tl.constexpr = S.E if SIDE == 1 else S.D
-    BD: tl.constexpr = S.BE if SIDE == 1 else S.BD
-    GROUP: tl.constexpr = S.H // S.HKV
-    HEADS: tl.constexpr = S.HKV // S.HT
-    chunks = tl.num_programs(0)
-    i_c, i_0, rows = tl.program_id(0), tl.program_id(0).to(tl.int64) * S.C, T - tl.program_id(0) * S.C
-    i_b, i_e = (tl.program_id(1) // S.HT).to(tl.int64), tl.program_id(1) % S.HT
-    i_r, i_d = tl.arange(0, S.BR), tl.arange(0, BD)
-    p_y += i_b * y_b + i_0 * y_t
-    p_a += i_b * a_b + i_0 * a_t
-    b_x = load_rows(p_x + i_b * x_b + i_0 * x_t + i_e * HEADS * x_h, x_t, rows, S.R, S.C, S.BR)
-    b_d_x = zeros(S.C, S.BR)
-    for n in tl.range(0, HEADS, num_stages=STAGES):
-        i_h = i_e * HEADS + n
-        b_y = load_rows(p_y + i_h * y_h, y_t, rows, D, S.C, BD)
-        p_g = p_sums + ((i_b * S.HKV + i_h) * chunks + i_c) * (S.BR * BD)
-        b_g = tl.load(p_g + i_r[:, None] * BD + i_d[None, :])
-        b_d_x = tl.dot(b_y, tl.trans(b_g), b_d_x)
-        b_d_y = tl.dot(b_x, b_g)
-        for g in range(GROUP):
-            i_q = i_h * GROUP + g
-            p_own = p_w + ((i_b * S.H + i_q) * chunks + i_c) * (S.C * S.BR)
-            b_d_x, b_d_y = _inside(p_a + i_q * a_h, a_t, p_own, rows, b_x, b_y, b_d_x, b_d_y, D, BD, S)
-        store_rows(p_d_y + ((i_b * T + i_0) * S.HKV + i_h) * D, S.HKV * D, rows, b_d_y, D, S.C, BD)
-    store_rows(p_d_x + ((i_b * T + i_0) * S.HT + i_e) * S.R, S.HT * S.R, rows, b_d_x, S.R, S.C, S.BR)
-
-
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "B"])
 def causal_backward_tables_kernel(
-    inputs,
-    weights,
-    d_states,
-    outputs,
-    T,
-    strides,
-    S: tl.constexpr,
-    SIDE: tl.constexpr,
-    BX: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """de, or df, of one chunk and BX columns: Σ y Gᵀ + tril(a yᵀ)ᵀ w over all heads that share a table."""
-    p_e, p_f, p_k, p_v, p_q, p_d_out = inputs
-    e, f, k, v, q, d_out = strides
-    p_y, p_a = _side(p_k, p_v, SIDE), _side(p_q, p_d_out, SIDE)
-    y_b, y_t, y_h = _side(_wide(k), _wide(v), SIDE)
-    a_b, a_t, a_h = _side(_wide(q), _wide(d_out), SIDE)
-    p_w, p_sums = _side(weights[0], weights[1], SIDE), _side(d_states[0], d_states[1], SIDE)
-    p_d_x = _side(outputs[2], outputs[3], SIDE)
+    inputs, pairs, weights, d_states, outputs, T, B, strides,
+    S: tl.constexpr, SIDE: tl.constexpr, BATCHES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """de, or df, of one chunk and BS columns: Σ y Gᵀ + pᵀ w over BATCHES sequences and all heads that share a table.
+
+    y are keys or values, G the gradients of their sums after the chunk, p the pairs A or B, w is dS or P.
+    """
+    p_y = _side(inputs[0], inputs[1], SIDE)
+    y_b, y_t, y_h = _side(_wide(strides[0]), _wide(strides[1]), SIDE)
+    p_pairs, p_w = _side(pairs[0], pairs[1], SIDE), _side(weights[0], weights[1], SIDE)
+    p_sums, p_d_x = _side(d_states[0], d_states[1], SIDE), _side(outputs[0], outputs[1], SIDE)
     D: tl.constexpr = S.E if SIDE == 1 else S.D
     BD: tl.constexpr = S.BE if SIDE == 1 else S.BD
     GROUP: tl.constexpr = S.H // S.HKV
-    HEADS: tl.constexpr = S.HKV // S.HT
-    TILES: tl.constexpr = S.BR // BX
+    HEADS: tl.constexpr = S.H // S.HT
+    TILES: tl.constexpr = S.BR // S.BS
     chunks = tl.num_programs(0) // TILES
-    i_c, i_r = tl.program_id(0) // TILES, tl.program_id(0) % TILES * BX
-    i_0, rows = i_c.to(tl.int64) * S.C, T - i_c * S.C
-    i_b, i_e = (tl.program_id(1) // S.HT).to(tl.int64), tl.program_id(1) % S.HT
-    i_t, i_n, i_d = tl.arange(0, S.C), tl.arange(0, BX), tl.arange(0, BD)
-    p_y += i_b * y_b + i_0 * y_t
-    p_a += i_b * a_b + i_0 * a_t
+    i_c, i_r = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(0) % TILES * S.BS
+    i_0, rows = i_c * S.C, T - tl.program_id(0) // TILES * S.C
+    i_g, i_e = (tl.program_id(1) // S.HT).to(tl.int64), tl.program_id(1) % S.HT
+    i_t, i_n, i_d = tl.arange(0, S.C), tl.arange(0, S.BS), tl.arange(0, BD)
+    p_pairs += i_t[:, None] * S.C + i_t[None, :]
     p_w += i_t[:, None] * S.BR + (i_r + i_n)[None, :]
     p_sums += (i_r + i_n)[:, None] * BD + i_d[None, :]
-    m_seen = i_t[:, None] <= i_t[None, :]
-    b_d_x = zeros(S.C, BX)
-    for n in tl.range(0, HEADS * GROUP, num_stages=STAGES):
-        i_q = i_e * HEADS * GROUP + n
+    b_d_x = zeros(S.C, S.BS)
+    first = i_g * BATCHES
+    for n in tl.range(0, tl.minimum(B - first, BATCHES) * HEADS, num_stages=STAGES):
+        i_b, i_q = first + n // HEADS, i_e * HEADS + n % HEADS
+        i_own = (i_b * S.H + i_q) * chunks + i_c
+        b_p = tl.load(p_pairs + i_own * (S.C * S.C))
+        b_w = tl.load(p_w + i_own * (S.C * S.BR))
+        b_d_x = tl.dot(tl.trans(b_p), b_w, b_d_x)
         i_h = i_q // GROUP
-        b_y = load_rows(p_y + i_h * y_h, y_t, rows, D, S.C, BD)
-        b_a = load_rows(p_a + i_q * a_h, a_t, rows, D, S.C, BD)
-        b_w = tl.load(p_w + ((i_b * S.H + i_q) * chunks + i_c) * (S.C * S.BR))
-        b_ya = tl.where(m_seen, tl.dot(b_y, tl.trans(b_a)), 0.0).to(b_y.dtype)
-        b_d_x = tl.dot(b_ya, b_w, b_d_x)
-        if GROUP == 1:
+        if GROUP == 1 or i_q % GROUP == 0:
+            b_y = load_rows(p_y + i_b * y_b + i_0 * y_t + i_h * y_h, y_t, rows, D, S.C, BD)
             b_g = tl.load(p_sums + ((i_b * S.HKV + i_h) * chunks + i_c) * (S.BR * BD))
             b_d_x = tl.dot(b_y, tl.trans(b_g), b_d_x)
-        else:
-            if n % GROUP == 0:
-                b_g = tl.load(p_sums + ((i_b * S.HKV + i_h) * chunks + i_c) * (S.BR * BD))
-                b_d_x = tl.dot(b_y, tl.trans(b_g), b_d_x)
-    p_d_x += ((i_b * T + i_0) * S.HT + i_e) * S.R + i_r + i_t[:, None] * (S.HT * S.R) + i_n[None, :]
+    p_d_x += ((i_g * T + i_0) * S.HT + i_e) * S.R + i_r + i_t[:, None] * (S.HT * S.R) + i_n[None, :]
     tl.store(p_d_x, b_d_x, mask=(i_t < rows)[:, None] & (i_r + i_n < S.R)[None, :])
 
 
 @triton.jit(do_not_specialize=["T"])
 def causal_backward_keys_kernel(
-    inputs, weights, d_states, outputs, T, strides, S: tl.constexpr, SIDE: tl.constexpr, STAGES: tl.constexpr
+    inputs, pairs, d_states, outputs, T, strides, S: tl.constexpr, SIDE: tl.constexpr, STAGES: tl.constexpr
 ):
-    """dk, or dv, of one chunk and kv head: x G + tril(w xᵀ)ᵀ a."""
-    p_e, p_f, p_k, p_v, p_q, p_d_out = inputs
-    e, f, k, v, q, d_out = strides
+    """dk, or dv, of one chunk and kv head: x G + pᵀ a, with a table x, the pairs p of dS eᵀ or P fᵀ, and a = q or dout."""
+    p_e, p_f, p_q, p_d_out = inputs
+    e, f, q, d_out = strides
     p_x, p_a = _side(p_e, p_f, SIDE), _side(p_q, p_d_out, SIDE)
     x_b, x_t, x_h = _side(_wide(e), _wide(f), SIDE)
     a_b, a_t, a_h = _side(_wide(q), _wide(d_out), SIDE)
-    p_w, p_sums = _side(weights[0], weights[1], SIDE), _side(d_states[0], d_states[1], SIDE)
+    p_pairs, p_sums = _side(pairs[0], pairs[1], SIDE), _side(d_states[0], d_states[1], SIDE)
     p_d_y = _side(outputs[0], outputs[1], SIDE)
     D: tl.constexpr = S.E if SIDE == 1 else S.D
     BD: tl.constexpr = S.BE if SIDE == 1 else S.BD
@@ -516,24 +478,17 @@ def causal_backward_keys_kernel(
     chunks = tl.num_programs(0)
     i_c, i_0, rows = tl.program_id(0), tl.program_id(0).to(tl.int64) * S.C, T - tl.program_id(0) * S.C
     i_b, i_h = (tl.program_id(1) // S.HKV).to(tl.int64), tl.program_id(1) % S.HKV
-    i_t, i_n = tl.arange(0, S.C), tl.arange(0, S.BS)
+    i_t = tl.arange(0, S.C)
     p_x += i_b * x_b + i_0 * x_t + i_h * x_h
+    p_a += i_b * a_b + i_0 * a_t
     p_sums += ((i_b * S.HKV + i_h) * chunks + i_c) * (S.BR * BD)
-    m_seen = i_t[:, None] <= i_t[None, :]
+    p_pairs += i_t[:, None] * S.C + i_t[None, :]
     b_d_y = zeros(S.C, BD)
+    for r in tl.range(0, S.BR, S.BS, num_stages=STAGES):
+        b_d_y = tl.dot(_load_table(p_x, x_t, rows, r, S), _load_sums(p_sums, r, BD, S), b_d_y)
     for g in range(GROUP):
         i_q = i_h * GROUP + g
-        p_own = p_w + ((i_b * S.H + i_q) * chunks + i_c) * (S.C * S.BR) + i_t[:, None] * S.BR + i_n[None, :]
-        b_xw = zeros(S.C, S.C)
-        for r in tl.range(0, S.BR, S.BS, num_stages=STAGES):
-            b_x = _load_table(p_x, x_t, rows, r, S)
-            b_w = tl.load(p_own + r)
-            b_xw = tl.dot(b_x, tl.trans(b_w), b_xw)
-            if GROUP == 1:
-                b_d_y = tl.dot(b_x, _load_sums(p_sums, r, BD, S), b_d_y)
-            else:
-                if g == 0:
-                    b_d_y = tl.dot(b_x, _load_sums(p_sums, r, BD, S), b_d_y)
-        b_a = load_rows(p_a + i_b * a_b + i_0 * a_t + i_q * a_h, a_t, rows, D, S.C, BD)
-        b_d_y = tl.dot(tl.where(m_seen, b_xw, 0.0).to(b_a.dtype), b_a, b_d_y)
+        b_p = tl.load(p_pairs + ((i_b * S.H + i_q) * chunks + i_c) * (S.C * S.C))
+        b_a = load_rows(p_a + i_q * a_h, a_t, rows, D, S.C, BD)
+        b_d_y = tl.dot(tl.trans(b_p), b_a, b_d_y)
     store_rows(p_d_y + ((i_b * T + i_0) * S.HKV + i_h) * D, S.HKV * D, rows, b_d_y, D, S.C, BD)
