@@ -38,7 +38,7 @@ def test_segments_change_nothing_but_rounding(monkeypatch: pytest.MonkeyPatch) -
     for programs in (1, 1024):
         monkeypatch.setattr(causal, "PROGRAMS", programs)
         plans.clear()
-        assert causal._CausalForward.of(causal._dense(given[1]), 1).segments == (1 if programs == 1 else 3)
+        assert causal._CausalForward.of(causal._dense(given[1])).segments == (1 if programs == 1 else 3)
         found.append(results(case, given, None))
     plans.clear()
     for one, many in zip(*found, strict=True):

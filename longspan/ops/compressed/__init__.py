@@ -132,7 +132,7 @@ class CausalInputs(NamedTuple):
 
 
 class CausalSaved(NamedTuple):
-    """What its backward pass takes before them. keys, values: the sums before each chunk. pairs: see `states_shapes`."""
+    """What its backward pass takes before them. keys, values: the sums before each chunk. pairs: tril(P fᵀ) of each."""
 
     d_out: Tensor
     d_end_k: Tensor | None
@@ -246,7 +246,7 @@ class _CausalLinformer(DifferentiableOp):
 
 
 def states_shapes(B: int, T: int, H: int, Hkv: int, R: int, D: int, E: int) -> list[tuple[int, ...]]:
-    """Return the shapes of the compressed keys and values before each chunk, padded, and of pairs of a chunk's tokens."""
+    """Return the shapes of the compressed keys and values before each chunk, padded, and of pairs of its tokens."""
     R, D, E = (max(64, 1 << (int(size) - 1).bit_length()) for size in (R, D, E))
     chunks = -(-T // CHUNK)
     return [(B, Hkv, chunks, R, D), (B, Hkv, chunks, R, E), (B, H, chunks, CHUNK, CHUNK)]

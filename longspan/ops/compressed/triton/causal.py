@@ -464,7 +464,7 @@ def causal_backward_tables_kernel(
 def causal_backward_keys_kernel(
     inputs, pairs, d_states, outputs, T, strides, S: tl.constexpr, SIDE: tl.constexpr, STAGES: tl.constexpr
 ):
-    """dk, or dv, of one chunk and kv head: x G + pᵀ a, with a table x, the pairs p of dS eᵀ or P fᵀ, and a = q or dout."""
+    """dk, or dv, of one chunk and kv head: x G + pᵀ a, with a table x, pairs p of dS eᵀ or P fᵀ, and a = q or dout."""
     p_e, p_f, p_q, p_d_out = inputs
     e, f, q, d_out = strides
     p_x, p_a = _side(p_e, p_f, SIDE), _side(p_q, p_d_out, SIDE)
