@@ -325,8 +325,10 @@ class LinearAttention(Mechanism):
             query, f = self._features(q, k)
             return self._scaled(feature_attention(query, _visible_features(f, lengths), v)[0])
         if q.shape[1] > 1 and self._normalizer_kernels(q, k, v):
-            query, f, _ = self._normalized_features(q, k, None, lengths)
-            return self._scaled(causal_linear_out(query, f, v, normalize=False))
+            query, f, _, scale = self._normalized_features(q, k, None, lengths)
+            if scale is None:
+                return self._scaled(causal_linear_out(query, f, v, normalize=False))
+            return self._scaled(causal_linear(query, f, v, log_scale=scale, normalize=False)[0])
         if not self._fused_epsilon(q, k, v):
             return super()._attend_causal(q, k, v, gates=None, lengths=lengths)
         total = None
@@ -339,21 +341,22 @@ class LinearAttention(Mechanism):
     def _normalizer_kernels(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether kernels divide the features of causal queries by the running sums of those of the keys."""
         phi = self.feature_map
-        if self.normalize != "feature" or self.blind_spot > 1 or not phi.positive or phi.unbounded:
+        if self.normalize != "feature" or self.blind_spot > 1 or not phi.positive or v.dtype != q.dtype:
             return False
-        if not isinstance(phi, FusedMap):
-            few = self.num_features <= dispatch.LARGEST
-            return few and v.dtype == q.dtype and why_not_normalizer(q, k, "identity") is None
-        return v.dtype == q.dtype and why_not_normalizer(q, k, phi.kind) is None
+        if isinstance(phi, FusedMap):
+            return why_not_normalizer(q, k, phi.kind) is None
+        few = self.num_features <= dispatch.LARGEST and not phi.unbounded
+        return few and why_not_normalizer(q, k, "identity") is None
 
     def _normalized_features(
-        self, q: Tensor, k: Tensor, z: Tensor | None, lengths: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the queries' features divided by the running sums after `z`, the keys' features, and the last sums."""
+        self, q: Tensor, k: Tensor, state: LinearState | None, lengths: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return the queries' features over the running sums after a state, the keys', the last sums, and log scales."""
         phi = self.feature_map
         kind = phi.kind if isinstance(phi, FusedMap) else "identity"
         features = (q, k) if isinstance(phi, FusedMap) else self._features(q, k)
-        return normalized_features(*features, z, feature_map=kind, lengths=lengths)
+        before = (None, None) if state is None else (state.z, state.shift)
+        return normalized_features(*features, *before, feature_map=kind, lengths=lengths)
 
     def _fused_buckets(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether the kernels compute causal attention with this blind spot."""
@@ -479,8 +482,8 @@ class LinearAttention(Mechanism):
             out, sums = causal_linear(query, f, v.to(f.dtype), sums=state.sums, normalize=self.normalize == "query")
             return self._scaled(out), _updated(state, length, sums, None)
         if self._normalizer_kernels(q, k, v):
-            query, f, z = self._normalized_features(q, k, state.z, lengths)
-            out, sums = causal_linear(query, f, v, sums=state.sums, normalize=False)
+            query, f, z, scale = self._normalized_features(q, k, state, lengths)
+            out, sums = causal_linear(query, f, v, log_scale=scale, sums=state.sums, normalize=False)
             length = state.length + (k.shape[1] if lengths is None else lengths)
             return self._scaled(out), _updated(state, length, sums._replace(z=z), None)
         self._record_in_full()

@@ -37,7 +37,7 @@ def test_traced_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of elements that are masked later
 @pytest.mark.parametrize("extended", [False, True], ids=["forward", "extend"])
-@pytest.mark.parametrize("feature_map", ["elu", "relu", "hedgehog"])
+@pytest.mark.parametrize("feature_map", ["elu", "relu", "softmax", "hedgehog"])
 def test_the_mechanism(feature_map: str, extended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     mechanism = LinearAttention(
         4, 5, num_kv_heads=2, value_dim=7, feature_map=feature_map, normalize="feature", output_scale=0.4
@@ -73,7 +73,7 @@ def test_what_the_kernels_do_not_take() -> None:
     q = torch.zeros(1, 9, 2, 8, dtype=torch.bfloat16)
     wide = torch.zeros(1, 9, 2, 257, dtype=torch.bfloat16)
     assert normalizer.why_not_triton(q, q, "elu") is None
-    assert "softmax" in str(normalizer.why_not_triton(q, q, "softmax"))
+    assert "favor" in str(normalizer.why_not_triton(q, q, "favor"))
     assert "float32" in str(normalizer.why_not_triton(q.float(), q, "elu"))
     assert "257" in str(normalizer.why_not_triton(wide, wide, "elu"))
     assert "empty" in str(normalizer.why_not_triton(q[:0], q[:0], "elu"))

@@ -24,7 +24,7 @@ from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, re
 __all__ = ["normalized_features", "why_not_triton"]
 
 CHUNK = 64
-MAPS = ("identity", "elu", "relu")
+MAPS = ("identity", "elu", "relu", "softmax")
 
 
 class NormalizerInputs(NamedTuple):
@@ -33,6 +33,7 @@ class NormalizerInputs(NamedTuple):
     q: Tensor
     k: Tensor
     z: Tensor | None
+    shift: Tensor | None
     lengths: Tensor | None
 
 
@@ -43,33 +44,46 @@ class NormalizerProblem(NamedTuple):
 
 
 class NormalizerSaved(NamedTuple):
-    """What its backward pass takes before them. sums: (B, Hkv, chunks + 1, M) z before each chunk."""
+    """What its backward pass takes before them. sums: (B, Hkv, chunks + 1, M) z before each chunk. scales: their c."""
 
     d_query: Tensor | None
     d_f: Tensor | None
     d_z: Tensor | None
     sums: Tensor
+    scales: Tensor
 
 
 def normalized_features(
-    q: Tensor, k: Tensor, z: Tensor | None = None, *, feature_map: str, lengths: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return φ(q) / z, φ(k) and z after the last token. For arguments without `why_not_triton`.
+    q: Tensor,
+    k: Tensor,
+    z: Tensor | None = None,
+    shift: Tensor | None = None,
+    *,
+    feature_map: str,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return φ(q) / z, φ(k), z after the last token, and the log scales of the keys. Without `why_not_triton` only.
 
     Args:
         q: Queries (B, T, H, M).
         k: Keys (B, T, Hkv, M).
         z: (B, Hkv, M) in float32, the sum of the features of keys before the first token; None is 0.
+        shift: (B, Hkv) in float32, the largest log scale of those keys, by whose exponential z is divided; only of the
+            map "softmax".
         feature_map: One of `MAPS`.
         lengths: (B,) number of tokens in each row; the features of the rest are zero.
 
     Returns:
-        φ(q_i) / z_i (B, T, H, M) in the dtype of q, 0 where z is; φ(k) (B, T, Hkv, M); z (B, Hkv, M) in float32.
+        φ(q_i) / z_i (B, T, H, M) in the dtype of q, 0 where z is; φ(k) / exp(β) (B, T, Hkv, M); z (B, Hkv, M) in
+        float32; β (B, T, Hkv) in float32, None for maps without log scales. z_i is divided by exp of the largest β so
+        far, as the sums of `causal_linear` are.
     """
-    args = q, k, z, lengths, feature_map
+    args = q, k, z, shift, lengths, feature_map
     if dispatch.eager_untraced(q):
-        return _NormalizedFeatures.direct(*args)
-    return _NormalizedFeatures.traced(*refuse_forward_mode(*args))[:3]
+        query, f, z, beta = _NormalizedFeatures.direct(*args)
+    else:
+        query, f, z, beta = _NormalizedFeatures.traced(*refuse_forward_mode(*args))[:4]
+    return query, f, z, beta if feature_map == "softmax" else None
 
 
 def why_not_triton(q: Tensor, k: Tensor, feature_map: str) -> str | None:
@@ -93,12 +107,12 @@ def why_not_triton(q: Tensor, k: Tensor, feature_map: str) -> str | None:
     "longspan::normalized_features",
     (NormalizerInputs, NormalizerProblem),
     (NormalizerSaved,),
-    outputs=4,
+    outputs=6,
     grads=3,
     differentiable=3,
 )
 class _NormalizedFeatures(DifferentiableOp):
-    """φ(q) / z, φ(k), z after the last token, and z before each chunk."""
+    """φ(q) / z, φ(k), z after the last token, β, z before each chunk and its scale."""
 
     @staticmethod
     def forward(*args: Any, traced: bool = True) -> tuple[Tensor, ...]:
@@ -106,19 +120,22 @@ class _NormalizedFeatures(DifferentiableOp):
 
     @staticmethod
     def fake(*args: Any) -> tuple[Tensor, ...]:
-        x, _ = _problem(args)
+        x, problem = _problem(args)
         B, T, Hkv, M = x.k.shape
         sums = x.k.new_empty(B, Hkv, -(-T // CHUNK) + 1, M, dtype=float32)
-        return x.q.new_empty(x.q.shape), x.k.new_empty(x.k.shape), sums.new_empty(B, Hkv, M), sums
+        beta, scales = sums.new_empty(0), sums.new_empty(0)
+        if problem.feature_map == "softmax":
+            beta, scales = sums.new_empty(B, T, Hkv), sums.new_empty(sums.shape[:3])
+        return x.q.new_empty(x.q.shape), x.k.new_empty(x.k.shape), sums.new_empty(B, Hkv, M), beta, sums, scales
 
     @staticmethod
     def visible(outputs: tuple[Any, ...]) -> Any:
-        return outputs[:3]
+        return outputs[:4]
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         ctx.problem = inputs[-1]
-        ctx.save_for_backward(output[3], *inputs[:-1])
+        ctx.save_for_backward(*output[4:], *inputs[:-1])
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -130,9 +147,9 @@ class _NormalizedFeatures(DifferentiableOp):
         d_z: Tensor | None = None,
         *_: None,
     ) -> tuple[Tensor | None, ...]:
-        sums, *inputs = ctx.saved_tensors
-        d_q, d_k, d_start = backward(*refuse_forward_mode(d_query, d_f, d_z, sums, *inputs), ctx.problem)
-        return d_q, d_k, None if inputs[2] is None else d_start, None, None
+        sums, scales, *inputs = ctx.saved_tensors
+        d_q, d_k, d_start = backward(*refuse_forward_mode(d_query, d_f, d_z, sums, scales, *inputs), ctx.problem)
+        return d_q, d_k, None if inputs[2] is None else d_start, None, None, None
 
     @staticmethod
     def backward(*args: Any, traced: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,7 +159,7 @@ class _NormalizedFeatures(DifferentiableOp):
     @staticmethod
     def backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         count = len(NormalizerSaved._fields)
-        sums, (x, _) = args[count - 1], _problem(args[count:])
+        sums, (x, _) = args[count - 2], _problem(args[count:])
         return x.q.new_empty(x.q.shape), x.k.new_empty(x.k.shape), sums.new_empty(*sums.shape[:2], sums.shape[3])
 
 
