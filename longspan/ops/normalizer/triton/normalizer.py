@@ -1,7 +1,7 @@
 """Running sums of features, and queries divided by them, in chunks of tokens.
 
-Keys of the map "softmax" have features exp(k − β) with β their largest element, and sums are stored divided by exp(c), c
-the largest β so far: c_i after token i, C before a chunk. Then
+Keys of the map "softmax" have features exp(k − β) with β their largest element, and sums are stored divided by exp(c),
+c the largest β so far: c_i after token i, C before a chunk. Then
 
     z_i = exp(C − c_i) Z + Σ_{j ≤ i} exp(β_j − c_i) f_j
 
@@ -208,7 +208,7 @@ def _inverse_sums(p_sums, slot, b_f, b_pairs, b_c, c, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def normalizer_sums_kernel(p_k, p_lengths, p_sums, p_peaks, p_beta, T, k, S: tl.constexpr):
-    """Sum the features of a chunk, at the scale of its largest β, into the slot of the next one. p_beta: (B, T, Hkv)."""
+    """Sum the features of a chunk, at the scale of its largest β, into the slot of the next. p_beta: (B, T, Hkv)."""
     i_b, i_h, i_0, left, slot = _program(T, S)
     rows = visible_length(p_lengths, i_b, T) - i_0
     b_k = load_rows(token_pointer(p_k, k, i_b, i_0, i_h), k.t, left, S.M, S.C, S.BM)
@@ -296,7 +296,7 @@ def _query_gradient(p_q, p_d, q, d, i_b, i_0, i_q, left, b_inverse, S: tl.conste
 def normalizer_backward_queries_kernel(
     p_q, p_k, p_lengths, p_sums, p_scales, p_d_query, p_d_q, p_d_sums, T, strides, S: tl.constexpr
 ):
-    """dq of a chunk, and Σ exp(C − c) dz. p_d_sums: slots from the last chunk on, a chunk's sum in the slot after it."""
+    """dq of a chunk, and Σ exp(C − c) dz. p_d_sums: slots from the last chunk on, a chunk's sum in the next slot."""
     q, k, d = strides
     GROUP: tl.constexpr = S.H // S.HKV
     i_b, i_h, i_0, left, slot = _program(T, S)
