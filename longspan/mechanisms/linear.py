@@ -351,7 +351,7 @@ class LinearAttention(Mechanism):
     def _normalized_features(
         self, q: Tensor, k: Tensor, state: LinearState | None, lengths: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return queries' features over the running sums after a state, keys' features, the last sums, and log scales."""
+        """Return queries' features over running sums after a state, keys' features, the last sums, and log scales."""
         phi = self.feature_map
         kind = phi.kind if isinstance(phi, FusedMap) else "identity"
         features = (q, k) if isinstance(phi, FusedMap) else self._features(q, k)
