@@ -128,7 +128,7 @@ class _FeatureAttention(DifferentiableOp):
         BM, BE = padded_sizes(M, E)
         chunks = -(-(T - problem.delay) // CHUNK)
         kv = x.v.new_empty(B, Hkv, M, E, dtype=float32)
-        states = x.v.new_empty(B, Hkv, chunks, BM, BE), kv.new_empty(B, Hkv, chunks, BM)
+        states = x.v.new_empty(B, Hkv, chunks, BM, BE), kv.new_empty(B, Hkv, chunks + 1, BM)
         return x.v.new_empty(B, T, H, E), kv.new_empty(B, H, T), kv, kv.new_empty(B, Hkv, M), *states
 
     @staticmethod

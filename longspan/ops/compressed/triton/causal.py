@@ -32,7 +32,7 @@ from longspan.ops.common.tiles import load_rows, padded, store_rows, token_point
 from longspan.ops.compressed import CHUNK, CausalInputs, CausalSaved, states_shapes
 
 # Programs that compute sums, at least, by dividing sequences into segments; and those that compute gradients of tables.
-PROGRAMS, TABLE_PROGRAMS = 512, 1024
+PROGRAMS, TABLE_PROGRAMS = 512, 512
 
 # Pipeline stages and warps of each kernel.
 TILING = {

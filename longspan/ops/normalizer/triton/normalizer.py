@@ -22,6 +22,7 @@ from torch import Tensor
 from longspan.ops.common.exp import exact_exp
 from longspan.ops.common.feature_maps import pointwise_features, pointwise_gradient
 from longspan.ops.common.launch import Plan, Signature, Strides, dense_rows, new_like, on_device
+from longspan.ops.common.running_sums import running_sums_kernel
 from longspan.ops.common.tiles import (
     FLOOR,
     inverse,
@@ -53,7 +54,7 @@ def forward(x: NormalizerInputs, problem: NormalizerProblem) -> tuple[Tensor, ..
     with on_device(q):
         plan.sums(k, x.lengths, sums, scales, beta)
         if scales is None:
-            torch.cumsum(sums, 2, out=sums)
+            plan.add_up(sums)
             scales = beta.new_empty(0)
         else:
             peaks, scales = scales, scales.cummax(2).values
@@ -76,7 +77,7 @@ def backward(saved: NormalizerSaved, x: NormalizerInputs, problem: NormalizerPro
         if plan.scaled:
             plan.scan(d_sums, saved.scales, saved.scales)
         else:
-            torch.cumsum(d_sums, 2, out=d_sums)
+            plan.add_up(d_sums)
         plan.keys(q, k, x.lengths, saved.sums, saved.scales, d_query, d_f, d_sums, d_k)
     return d_q, d_k, d_sums[:, :, -1].clone()
 
@@ -108,6 +109,9 @@ class NormalizerPlan(Plan):
         back = {"S": sizes, "BACK": bool(gradients), "num_warps": 4}
         if self.scaled:
             self.scan = self.launch(normalizer_scan_kernel, (B * Hkv,), (chunks,), back)
+        else:
+            columns = {"M": M, "BM": padded(M), "BLOCK": 16, "num_warps": 4}
+            self.add_up = self.launch(running_sums_kernel, (B * Hkv,), (chunks + 1,), columns)
         if gradients:
             self.queries = self.launch(normalizer_backward_queries_kernel, grid, (T, strides[:3]), constants)
             self.keys = self.launch(normalizer_backward_keys_kernel, grid, (T, strides), constants)
@@ -337,12 +341,16 @@ def normalizer_backward_keys_kernel(
     after = tl.program_id(1).to(tl.int64) * (tl.num_programs(0) + 1) + tl.num_programs(0) - 1 - tl.program_id(0)
     b_g = load_rows(token_pointer(p_d_f, d_f, i_b, i_0, i_h), d_f.t, left, S.M, S.C, S.BM).to(tl.float32)
     b_after = _load_sums(p_d_sums, after, S)[None, :]
+    b_pairs = tl.trans(b_pairs)
     if S.SCALED:
-        b_g += _product(tl.trans(b_pairs), b_d_z, False, b_f.dtype)
+        b_g += _product(b_pairs, b_d_z, False, b_f.dtype)
         b_g += exact_exp(b_beta - tl.load(p_scales + slot + 1))[:, None] * b_after
         b_g = b_g * b_f.to(tl.float32)
     else:
-        b_g += tl.cumsum(b_d_z, 0, reverse=True) + b_after
+        b_high = b_d_z.to(b_f.dtype)
+        b_low = (b_d_z - b_high.to(tl.float32)).to(b_f.dtype)
+        b_pairs = b_pairs.to(b_f.dtype)
+        b_g += tl.dot(b_pairs, b_high, tl.dot(b_pairs, b_low)) + b_after
         b_g = pointwise_gradient(b_g, b_k, pointwise_features(b_k.to(tl.float32), S), S)
     b_g = tl.where((tl.arange(0, S.C) < rows)[:, None], b_g, 0.0)
     store_rows(p_d_k + ((i_b * T + i_0) * S.HKV + i_h) * S.M, S.HKV * S.M, left, b_g, S.M, S.C, S.BM)
