@@ -53,6 +53,8 @@ from longspan.utils import choose
 # Features of queries per span of tokens on a CPU, where tensors that leave the cache cost page faults as well; a span
 # is a multiple of MIN_SPAN tokens. All but the last MAX_SAVED spans are recomputed in the backward pass.
 MAX_FEATURES, MIN_SPAN, MAX_SAVED = 1 << 20, 512, 32
+# Up to this many features and values the kernels of `causal_linear` hold the state of a head in registers.
+FUSED_FEATURES = 128
 
 
 @dataclass
@@ -244,6 +246,8 @@ class LinearAttention(Mechanism):
     def _takes_features(self, q: Tensor, v: Tensor) -> bool:
         """Whether kernels compute normalized causal attention with features that are computed first."""
         if self.normalize != "query" or self.blind_spot > 1 or not self._feature_kernels(q):
+            return False
+        if max(self.num_features, self.value_dim) <= FUSED_FEATURES:
             return False
         return why_not_features(q, v, self.num_features) is None
 

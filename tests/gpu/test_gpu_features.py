@@ -65,7 +65,7 @@ def test_the_join(sizes: tuple[int, ...], dtype: torch.dtype, sink: bool) -> Non
 
 MECHANISMS: dict[str, tuple[Any, Any]] = {
     "linformer": (lambda: LinformerAttention(4, 64, num_kv_heads=2, max_length=500, periodic=True), compressed),
-    "hedgehog": (lambda: LinearAttention(4, 64, num_kv_heads=2, feature_map="hedgehog"), features),
+    "hedgehog": (lambda: LinearAttention(4, 80, num_kv_heads=2, feature_map="hedgehog"), features),
     "per feature": (lambda: LinearAttention(4, 64, num_kv_heads=2, normalize="feature"), normalizer),
     "mixture": (lambda: MixtureAttention(4, 64, num_kv_heads=2, sink=True), features),
 }
@@ -81,7 +81,9 @@ def test_mechanisms_compile_and_run_on_the_kernels(name: str, monkeypatch: pytes
     real = getattr(op, kernels)
     monkeypatch.setattr(op, kernels, lambda: calls.append(1) or real())
     mask = torch.arange(1031, device="cuda") < torch.tensor([[1031], [700]], device="cuda")
-    inputs = [torch.randn(2, 1031, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    inputs = [
+        torch.randn(2, 1031, heads, mechanism.head_dim, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)
+    ]
     d_out = torch.randn_like(inputs[0]).masked_fill(~mask[:, :, None, None], 0)
 
     def run(call: Any, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -90,6 +90,7 @@ def test_the_mechanisms(
     monkeypatch.setattr(dispatch, "unavailable", lambda q: None)
     monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
     monkeypatch.setattr(LinearAttention, "_feature_kernels", lambda self, q: q.dtype == torch.bfloat16)
+    monkeypatch.setattr(linear, "FUSED_FEATURES", 0)
     ours = run(torch.bfloat16)
     expected = {"causal": 1, "extend": 2, "bidirectional": 2 * isinstance(mechanism, MixtureAttention)}
     assert len(calls) == expected[how]
