@@ -81,9 +81,8 @@ def test_mechanisms_compile_and_run_on_the_kernels(name: str, monkeypatch: pytes
     real = getattr(op, kernels)
     monkeypatch.setattr(op, kernels, lambda: calls.append(1) or real())
     mask = torch.arange(1031, device="cuda") < torch.tensor([[1031], [700]], device="cuda")
-    inputs = [
-        torch.randn(2, 1031, heads, mechanism.head_dim, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)
-    ]
+    shapes = [(2, 1031, heads, mechanism.head_dim) for heads in (4, 2, 2)]
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
     d_out = torch.randn_like(inputs[0]).masked_fill(~mask[:, :, None, None], 0)
 
     def run(call: Any, dtype: torch.dtype) -> list[torch.Tensor]:
