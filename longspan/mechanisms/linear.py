@@ -25,6 +25,8 @@ from longspan.ops.decode import (
     linear_step,
     why_not_triton,
 )
+from longspan.ops.features import feature_attention
+from longspan.ops.features import why_not_triton as why_not_features
 from longspan.ops.linear import (
     FLOOR,
     LinearInputs,
@@ -42,6 +44,8 @@ from longspan.ops.linear import (
     why_not_triton_bidirectional,
 )
 from longspan.ops.linear.torch import running_max, safe_divide
+from longspan.ops.normalizer import normalized_features
+from longspan.ops.normalizer import why_not_triton as why_not_normalizer
 from longspan.ops.shift import shift_left, shift_right
 from longspan.protocol import FeatureMap, Mechanism, Rotation, State
 from longspan.utils import choose
@@ -49,6 +53,8 @@ from longspan.utils import choose
 # Features of queries per span of tokens on a CPU, where tensors that leave the cache cost page faults as well; a span
 # is a multiple of MIN_SPAN tokens. All but the last MAX_SAVED spans are recomputed in the backward pass.
 MAX_FEATURES, MIN_SPAN, MAX_SAVED = 1 << 20, 512, 32
+# Up to this many features and values the kernels of `causal_linear` hold the state of a head in registers.
+FUSED_FEATURES = 128
 
 
 @dataclass
@@ -237,6 +243,14 @@ class LinearAttention(Mechanism):
         few = self.num_features <= dispatch.LARGEST and q.dtype in (torch.bfloat16, torch.float16)
         return isinstance(phi, Hedgehog) or (few and phi.positive and not (phi.unbounded or self.phantom))
 
+    def _takes_features(self, q: Tensor, v: Tensor) -> bool:
+        """Whether kernels compute normalized causal attention with features that are computed first."""
+        if self.normalize != "query" or self.blind_spot > 1 or not self._feature_kernels(q):
+            return False
+        if max(self.num_features, self.value_dim) <= FUSED_FEATURES:
+            return False
+        return why_not_features(q, v, self.num_features) is None
+
     def _features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return features in the dtype of the inputs; those without a kernel are computed in that of the sums."""
         if isinstance(self.feature_map, Hedgehog):
@@ -311,6 +325,14 @@ class LinearAttention(Mechanism):
             return self._scaled(causal_linear_out(q, k, v, lengths=lengths, **self._op_arguments(q)))
         if self.blind_spot > 1 and q.shape[1] > 1 and self._fused_buckets(q, k, v):
             return self._attend_buckets(q, k, v, lengths)
+        if q.shape[1] > 1 and not self.phantom and self._takes_features(q, v):
+            query, f = self._features(q, k)
+            return self._scaled(feature_attention(query, _visible_features(f, lengths), v)[0])
+        if q.shape[1] > 1 and self._normalizer_kernels(q, k, v):
+            query, f, _, scale = self._normalized_features(q, k, None, lengths)
+            if scale is None:
+                return self._scaled(causal_linear_out(query, f, v, normalize=False))
+            return self._scaled(causal_linear(query, f, v, log_scale=scale, normalize=False)[0])
         if not self._fused_epsilon(q, k, v):
             return super()._attend_causal(q, k, v, gates=None, lengths=lengths)
         total = None
@@ -319,6 +341,26 @@ class LinearAttention(Mechanism):
             total[..., -1] = self.phantom / self.feature_map.epsilon
         options = self._op_arguments(q) | {"epsilon": self.feature_map.epsilon, "total": total}
         return self._scaled(causal_linear_out(q, k, v, lengths=lengths, **options))
+
+    def _normalizer_kernels(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether kernels divide the features of causal queries by the running sums of those of the keys."""
+        phi = self.feature_map
+        if self.normalize != "feature" or self.blind_spot > 1 or not phi.positive or v.dtype != q.dtype:
+            return False
+        if isinstance(phi, FusedMap):
+            return why_not_normalizer(q, k, phi.kind) is None
+        few = self.num_features <= dispatch.LARGEST and not phi.unbounded
+        return few and why_not_normalizer(q, k, "identity") is None
+
+    def _normalized_features(
+        self, q: Tensor, k: Tensor, state: LinearState | None, lengths: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return queries' features over running sums after a state, keys' features, the last sums, and log scales."""
+        phi = self.feature_map
+        kind = phi.kind if isinstance(phi, FusedMap) else "identity"
+        features = (q, k) if isinstance(phi, FusedMap) else self._features(q, k)
+        before = (None, None) if state is None else (state.z, state.shift)
+        return normalized_features(*features, *before, feature_map=kind, lengths=lengths)
 
     def _fused_buckets(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether the kernels compute causal attention with this blind spot."""
@@ -436,10 +478,18 @@ class LinearAttention(Mechanism):
             return self._scaled(out), _updated(state, length, sums, total)
         if self._feature_kernels(q) and self.normalize != "feature" and self.blind_spot == 1:
             query, f = self._features(q, k)
-            f = f if visible is None else f.masked_fill(~visible[:, :, None, None], 0)
-            out, sums = causal_linear(query, f, v.to(f.dtype), sums=state.sums, normalize=self.normalize == "query")
+            f = _visible_features(f, lengths)
             length = state.length + (k.shape[1] if lengths is None else lengths)
+            if self._takes_features(q, v):
+                out, _, kv, z = feature_attention(query, f, v, state.kv, state.z)
+                return self._scaled(out), _updated(state, length, Sums(kv, z, state.shift), None)
+            out, sums = causal_linear(query, f, v.to(f.dtype), sums=state.sums, normalize=self.normalize == "query")
             return self._scaled(out), _updated(state, length, sums, None)
+        if self._normalizer_kernels(q, k, v):
+            query, f, z, scale = self._normalized_features(q, k, state, lengths)
+            out, sums = causal_linear(query, f, v, log_scale=scale, sums=state.sums, normalize=False)
+            length = state.length + (k.shape[1] if lengths is None else lengths)
+            return self._scaled(out), _updated(state, length, sums._replace(z=z), None)
         self._record_in_full()
         query, (f, scale, values) = self._query(q.to(dtype)), self._keys(k, v, visible, dtype)
         if self._rounds_keys(q):
@@ -592,6 +642,14 @@ class LinearAttention(Mechanism):
 
     def _scaled(self, out: Tensor) -> Tensor:
         return out if self.output_scale == 1 else out * self.output_scale
+
+
+def _visible_features(f: Tensor, lengths: Tensor | None) -> Tensor:
+    """Return features (B, S, Hkv, M), zero from the end of each row on."""
+    if lengths is None:
+        return f
+    hidden = torch.arange(f.shape[1], device=f.device) >= lengths[:, None]
+    return f.masked_fill(hidden[:, :, None, None], 0)
 
 
 def _updated(state: LinearState, length: Tensor, sums: Sums, total: Tensor | None) -> LinearState:

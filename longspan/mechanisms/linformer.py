@@ -22,7 +22,14 @@ from longspan.mechanisms.projection import Projection as Projection
 from longspan.mechanisms.write_buffer import PendingTokens
 from longspan.ops import compressed
 from longspan.ops.common import dispatch
-from longspan.ops.compressed import CompressedProblem, compressed_attention, linformer_attention, linformer_layer
+from longspan.ops.compressed import (
+    CompressedProblem,
+    causal_linformer,
+    compressed_attention,
+    linformer_attention,
+    linformer_layer,
+    why_not_triton_causal,
+)
 from longspan.ops.decode import (
     CosSin,
     CurrentToken,
@@ -368,6 +375,8 @@ class LinformerAttention(Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> Tensor:
         self.check_length(k.shape[1])
+        if self._fused_causal(q, k, v):
+            return self._extend_fused(None, None, q, k, v)[0]
         state = self._new_state(len(q), None, q[:0], None, False)
         return self._from_prefixes(state, None, q, k, v)[0]
 
@@ -379,7 +388,8 @@ class LinformerAttention(Mechanism):
             state = self._write(state, k, v, gates=None, lengths=lengths)
             return self._read(state, q), state
         self._check_end(state.end, k.shape[1], lengths)
-        out, keys, values = self._from_prefixes(state, state.end, q, k, v)
+        extend = self._extend_fused if self._fused_causal(q, k, v) else self._from_prefixes
+        out, keys, values = extend(state, state.end, q, k, v)
         length = state.length + (k.shape[1] if lengths is None else lengths)
         return out, replace(state, length=length, k=keys, v=values)
 
@@ -407,6 +417,38 @@ class LinformerAttention(Mechanism):
             return self._weigh(past, begin, scores, v)[0].to(q.dtype)
 
         return finish
+
+    def _fused_causal(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether the kernels compute causal attention without storing the scores."""
+        why = why_not_triton_causal(q, k, v, self.rank)
+        if self.keys.kind == "convolution" or (self.training and self.dropout > 0):
+            why = "a convolution or dropout"
+        elif self.keys.periodic and self.keys.bias is not None:
+            why = "a periodic table with a bias"
+        if dispatch.recording is not None:
+            dispatch.record("causal attention to compressed keys", "causal", why)
+        return why is None
+
+    def _extend_fused(
+        self, state: LinformerState | None, position: Tensor | None, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`_from_prefixes` by the kernels; None is the state without tokens."""
+        tables = [projection.table_from(k.shape[1], position) for projection in (self.keys, self.values)]
+        starts: list[Tensor | None] = [None, None] if state is None else [state.k, state.v]
+        biases = self.keys.bias, self.values.bias
+        for i, projection in enumerate((self.keys, self.values)):
+            if projection.bias is not None:
+                bias = projection.constant(self.num_kv_heads, (self.head_dim, self.value_dim)[i]).to(sum_dtype(q))
+                start = starts[i]
+                starts[i] = bias.expand(len(q), -1, -1, -1) if start is None else start + bias
+        wraps = self.keys.periodic and (position is not None or k.shape[1] > self.keys.max_length)
+        query = self.keys.averaged(q, _periods(position, q)) if wraps else q
+        out, *ends = causal_linformer(query, k, v, *tables, *starts)
+        out = self.values.averaged(out, _periods(position, v)) if wraps else out
+        keys, values = (
+            end if bias is None else end - bias.to(end.dtype) for end, bias in zip(ends, biases, strict=True)
+        )
+        return out, keys, values
 
     def _from_prefixes(
         self, state: LinformerState, position: Tensor | None, q: Tensor, k: Tensor, v: Tensor

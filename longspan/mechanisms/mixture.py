@@ -14,6 +14,8 @@ from longspan.mechanisms.gated import GatedMechanism, GatedState
 from longspan.mechanisms.linear import LinearAttention, LinearState
 from longspan.mechanisms.local import LocalAttention, LocalState
 from longspan.mechanisms.split import SplitState
+from longspan.ops import features as feature_kernels
+from longspan.ops import merge as merge_kernels
 from longspan.ops.common import dispatch
 from longspan.ops.decode import (
     CosSin,
@@ -25,9 +27,11 @@ from longspan.ops.decode import (
     mixture_decode_step,
     why_not_triton,
 )
+from longspan.ops.features import feature_attention
 from longspan.ops.gated import gated_linear
 from longspan.ops.linear import Sums, accumulate, attend_sums, causal_linear, sum_dtype
 from longspan.ops.linear.torch import safe_divide
+from longspan.ops.merge import merge_attention
 from longspan.ops.window import BLIND, Window, window_attention_with_lse
 from longspan.protocol import Mechanism, Rotation, State
 
@@ -167,11 +171,15 @@ class MixtureAttention(Mechanism):
     def _attend_causal(
         self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> Tensor:
-        parts = [self._attend_window(q, k, v, None, causal=True)]
-        if q.shape[1] > self.window:
-            visible = None if lengths is None else torch.arange(q.shape[1], device=q.device) < lengths[:, None]
-            parts.append(self._attend_memory(q, Tokens(k, v, gates, visible)))
-        return _join(parts).to(q.dtype)
+        window = self._attend_window(q, k, v, None, causal=True)
+        if q.shape[1] <= self.window:
+            return window[0].to(q.dtype)
+        visible = None if lengths is None else torch.arange(q.shape[1], device=q.device) < lengths[:, None]
+        tokens = Tokens(k, v, gates, visible)
+        found = self._read_features(q, tokens, None, self.window)
+        if found is not None:
+            return self._merge(q, window, found[:2])
+        return _join([window, self._attend_memory(q, tokens)]).to(q.dtype)
 
     def _extend(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
@@ -188,8 +196,13 @@ class MixtureAttention(Mechanism):
         leaving = Tokens(
             keys[:, :T], values[:, :T], None if joined is None else joined[:, :T], (visible & (slot < number))[:, :T]
         )
-        read, score, memory = self._scan(memory, q, leaving, remembers=state.length > W)
-        out = _join([window, (read, score)]).to(q.dtype)
+        found = self._read_features(q, leaving, memory, 0)
+        if found is None:
+            read, score, memory = self._scan(memory, q, leaving, remembers=state.length > W)
+            out = _join([window, (read, score)]).to(q.dtype)
+        else:
+            assert isinstance(memory, LinearState)
+            out, memory = self._merge(q, window, found[:2]), replace(memory, kv=found[2], z=found[3])
         return out, self._updated(state, self._write_local(local, k, v, gates, lengths), memory, T, lengths)
 
     def _write(
@@ -326,6 +339,9 @@ class MixtureAttention(Mechanism):
     def _attend_memory(self, q: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Return what each query (B, T > W, H, D) reads of the tokens before its window, and its score."""
         T, W = q.shape[1], self.window
+        found = self._read_features(q, tokens, None, W)
+        if found is not None:
+            return self._scored(q, *found[:2])
         memory = self.memory.new_state(len(q), device=q.device, dtype=q.dtype)
         leaving = Tokens(*(None if x is None else x[:, : T - W] for x in tokens))  # type: ignore[arg-type]
         read, score, _ = self._scan(memory, q[:, W:], leaving, remembers=None)
@@ -365,6 +381,46 @@ class MixtureAttention(Mechanism):
         seen = seen if remembers is None else seen | remembers[:, None]
         out, memory = self._write_gated(memory, q, tokens)
         return *self._with_sink(q, self._normalized(out.to(dtype)), score, ~seen[:, :, None]), memory
+
+    def _read_features(
+        self, q: Tensor, tokens: Tokens, memory: State | None, delay: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """Read a linear memory after every token by the kernels, or return None where they do not apply.
+
+        Args:
+            q: The queries, as many as tokens.
+            tokens: The tokens that are remembered.
+            memory: The memory before them; None is empty.
+            delay: Tokens up to its own that a query does not see.
+
+        Returns:
+            What each query reads (B, T, H, E), the logarithm of its normalizer (B, T, H), and the sums after all.
+        """
+        if not isinstance(self.memory, LinearAttention) or not isinstance(memory, LinearState | None):
+            return None
+        phi = self.memory.feature_map
+        if not phi.positive or feature_kernels.why_not_triton(q, tokens.v, self.memory.num_features) is not None:
+            return None
+        f, _, v = self.memory._keys(tokens.k, tokens.v, tokens.visible, q.dtype)
+        start = (None, None) if memory is None else (memory.kv, memory.z)
+        read, mass, kv, z = feature_attention(self.memory._query(q), f, v, *start, delay=delay)
+        return read, mass.transpose(1, 2), kv, z
+
+    def _merge(self, q: Tensor, window: tuple[Tensor, Tensor], read: tuple[Tensor, Tensor]) -> Tensor:
+        """Join a window and what a linear memory returns."""
+        if merge_kernels.why_not_triton(q, window[0]) is not None:
+            return _join([window, self._scored(q, *read)]).to(q.dtype)
+        weight, bias, value = self.mix_weight[None], self.mix_bias[None], None
+        if self.sink:
+            weight, bias = torch.cat([weight, self.sink_weight[None]]), torch.cat([bias, self.sink_bias[None]])
+            value = self.sink_value
+        return merge_attention(*window, *read, q, weight, bias, value)
+
+    def _scored(self, q: Tensor, read: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a linear memory returns, and its score, for the logarithm of its normalizer (B, T, H)."""
+        hidden = mass == BLIND
+        score = self._score(q, self.mix_weight, self.mix_bias) + mass.masked_fill(hidden, 0)
+        return self._with_sink(q, read.to(sum_dtype(q)), score, hidden)
 
     def _remember(self, memory: State, tokens: Tokens) -> State:
         """Return the memory after these tokens."""

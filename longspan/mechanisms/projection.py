@@ -87,7 +87,7 @@ class Projection(nn.Module):
         """
         T = x.shape[1]
         if self.kind != "convolution":
-            return self._table(T, start).to(x.dtype), x
+            return self.table_from(T, start).to(x.dtype), x
         position = torch.arange(T, device=x.device) + (0 if start is None else start[:, None])
         s = self.stride
         # Positions past the last window (padding, or left over by whole_stretches) belong to none.
@@ -99,14 +99,14 @@ class Projection(nn.Module):
         folded = torch.einsum(sides, padded.unflatten(1, (-1, s)), self.kernel.to(x.dtype))
         return e, shift_left(folded.flatten(1, 2), begun, T)
 
-    def _table(self, T: int, start: Tensor | None) -> Tensor:
+    def table_from(self, T: int, start: Tensor | None) -> Tensor:
         """Return the table for T tokens from `start`: (B or 1, T, heads, R)."""
         table = self.table.transpose(0, 1)  # (max_length, heads, R)
         if start is not None:
             position = torch.arange(T, device=start.device) + start[:, None]
             return table[position % self.max_length if self.periodic else position.clamp(max=self.max_length - 1)]
         # A slice, not an index, whose gradient would need a sort.
-        if self.periodic:
+        if self.periodic and self.max_length < T:
             return table.repeat(-(-T // self.max_length), 1, 1)[None, :T]
         covered = not torch.compiler.is_compiling() and len(table) == T
         return (table if covered else table[:T])[None]

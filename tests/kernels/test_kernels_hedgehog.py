@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hedgehog_cases import SIZES, check, check_op, inputs
-from interpreter import interpreted
+from interpreter import bfloat16, interpreted  # noqa: F401
 
 from longspan.mechanisms.linear import LinearAttention
 from longspan.ops.common import dispatch
@@ -17,6 +17,13 @@ from longspan.ops.hedgehog import kernels, why_not_triton, why_unsupported
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_kernels(size: tuple[int, ...], dtype: torch.dtype) -> None:
     check(size, dtype, "cpu")
+
+
+@interpreted
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_bfloat16(size: tuple[int, ...]) -> None:
+    check(size, torch.bfloat16, "cpu")
 
 
 @interpreted

@@ -14,7 +14,19 @@ import longspan
 from longspan import AttentionConfig, LanguageModel, ModelConfig, Packing, build_mechanism, explain
 from longspan.cli import main
 from longspan.models import explain as module
-from longspan.ops import compressed, gated, gates, hedgehog, l2_norm, linear, rotary, window
+from longspan.ops import (
+    compressed,
+    features,
+    gated,
+    gates,
+    hedgehog,
+    l2_norm,
+    linear,
+    merge,
+    normalizer,
+    rotary,
+    window,
+)
 from longspan.ops import decode as decode_op
 from longspan.ops.common import dispatch, plans
 
@@ -24,7 +36,13 @@ DELTA = ["gates", "l2_norm", "delta"]
 # Mechanism, options, and the algorithms of causal attention, bidirectional attention and a decode step on a GPU.
 CASES: list[tuple[str, dict[str, Any], list[str], list[str], list[str]]] = [
     ("linear", {}, ["fused_chunk"], ["bidirectional"], ["decode"]),
-    ("linear", {"feature_map": "softmax", "normalize": "feature"}, ["chunk"], ["bidirectional"], ["decode"]),
+    (
+        "linear",
+        {"feature_map": "softmax", "normalize": "feature"},
+        ["normalizer", "chunk"],
+        ["bidirectional"],
+        ["decode"],
+    ),
     (
         "linear",
         {"feature_map": "hedgehog", "normalize": "none"},
@@ -40,7 +58,7 @@ CASES: list[tuple[str, dict[str, Any], list[str], list[str], list[str]]] = [
     ("local", {"window": 7, "xpos": 128.0}, ["window"], ["window"], []),
     ("local", {"window": 7, "xpos": 2.0}, ["window"], ["window"], []),
     ("local", {"window": 2, "bias": torch.zeros(4, 1, 3)}, ["window"], ["window"], []),
-    ("linformer", {"rank": 11, "max_length": 257}, ["chunk"], ["compressed"], ["decode"]),
+    ("linformer", {"rank": 11, "max_length": 257}, ["causal"], ["compressed"], ["decode"]),
     ("decay", {}, ["gates", "decay"], ["gates", "decay"], ["decode"]),
     ("decay", {"gate": "fixed"}, ["decay"], ["decay"], ["decode"]),
     ("decay", {"gate": "channel"}, ["gates", "channel"], ["gates", "channel"], ["decode"]),
@@ -110,6 +128,15 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(l2_norm, "_kernels", lambda: Spy("l2_norm", reached, l2_norm._L2Norm.fake))
     monkeypatch.setattr(window, "kernels", lambda: Spy("window", reached, windowed))
     monkeypatch.setattr(compressed.fused, "kernels", lambda: Spy("compressed", reached, attention))
+    causal = Spy("causal", reached, lambda x: compressed._CausalLinformer.fake(*x))
+    monkeypatch.setattr(compressed, "_causal_kernels", lambda: causal)
+    spies = [
+        (normalizer, Spy("normalizer", reached, lambda x, problem: normalizer._NormalizedFeatures.fake(*x, *problem))),
+        (features, Spy("features", reached, lambda x, problem: features._FeatureAttention.fake(*x, *problem))),
+        (merge, Spy("merge", reached, lambda x: merge._Merge.fake(*x))),
+    ]
+    for op, spy in spies:
+        monkeypatch.setattr(op, "_kernels", lambda spy=spy: spy)
     rotate = SimpleNamespace(rotate=lambda x, *args, **options: x.new_empty(x.shape))
     monkeypatch.setattr(rotary, "_kernels", lambda: rotate)
     monkeypatch.setattr(hedgehog, "kernels", lambda: Spy("hedgehog", reached, hedgehog._Hedgehog.fake))
@@ -167,6 +194,17 @@ def test_what_is_explained_is_what_a_gpu_call_reaches(
         assert bool(expected) or name == "softmax" or not found.on_kernels
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.filterwarnings("ignore")  # autocast's own, where there is no GPU
+def test_a_mixture(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    mechanism = build_mechanism("mixture", H, D, window=7)
+    expected = {"window", "hedgehog", "features"} | ({"merge"} if causal else set())
+    assert set(algorithms(explain(mechanism, 1, 257, causal=causal))) == expected
+    reached = spied(monkeypatch)
+    call(mechanism, 257, causal=causal)
+    assert set(reached) == expected
+
+
 @pytest.mark.parametrize(
     ("options", "arguments", "why"),
     [
@@ -175,7 +213,7 @@ def test_what_is_explained_is_what_a_gpu_call_reaches(
         ({}, {"head_dim": 257}, "over 256"),
         ({}, {"length": 1}, "it calls no operation that has kernels"),
         ({"blind_spot": 3}, {}, "a blind spot (3)"),
-        ({"feature_map": "softmax", "normalize": "feature"}, {}, "normalization by feature"),
+        ({"feature_map": "softmax", "normalize": "feature"}, {"dtype": "float32"}, "normalization by feature"),
         ({}, {"value_dim": 263}, "over 256"),
     ],
 )

@@ -5,14 +5,22 @@ The README beside this file derives the operation, its causal form and its gradi
 
 from __future__ import annotations
 
-from torch import Tensor, autocast, bfloat16, float16, is_autocast_enabled, is_grad_enabled
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from torch import Tensor, autocast, bfloat16, float16, float32, is_autocast_enabled, is_grad_enabled
 from torch import dtype as DType
 
 from longspan.ops.common import dispatch
+from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
 from longspan.ops.compressed import fused
 from longspan.ops.compressed.fused import CompressedProblem as CompressedProblem
 from longspan.ops.compressed.torch import HAS_FLOAT32_RESULTS
 from longspan.ops.compressed.torch import compress as compress
+
+# The causal kernels: tokens in a chunk, and the largest dimension of a head.
+CHUNK, LARGEST_CAUSAL = 64, 128
 
 
 def compressed_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -109,3 +117,140 @@ def _why_not_triton(x: Tensor, dtype: DType, problem: CompressedProblem) -> str 
     if not x.shape[0] or x.shape[1] < 128:
         return f"{x.shape[1]} tokens; the kernels are not faster below 128"
     return dispatch.triton_missing(x.device) or dispatch.insufficient_shared_memory(x, 227)
+
+
+class CausalInputs(NamedTuple):
+    """Tensors of `longspan::causal_linformer`: see `causal_linformer`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    e: Tensor
+    f: Tensor
+    start_k: Tensor | None
+    start_v: Tensor | None
+
+
+class CausalSaved(NamedTuple):
+    """What its backward pass takes before them. keys, values: the sums before each chunk. pairs: tril(P fᵀ) of each."""
+
+    d_out: Tensor
+    d_end_k: Tensor | None
+    d_end_v: Tensor | None
+    out: Tensor
+    lse: Tensor
+    keys: Tensor
+    values: Tensor
+    pairs: Tensor
+
+
+def causal_linformer(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    e: Tensor,
+    f: Tensor,
+    start_k: Tensor | None = None,
+    start_v: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend to each query's own compressed prefix: out_t = softmax(q_t K̃_tᵀ / √D) Ṽ_t, K̃_t = K̃_0 + Σ_{i ≤ t} e_i k_iᵀ.
+
+    O(T·R·(D + E)) time. The scores (T, R) of the forward pass are not stored. For arguments without
+    `why_not_triton_causal`.
+
+    Args:
+        q: Queries (B, T, H, D).
+        k: Keys (B, T, Hkv, D).
+        v: Values (B, T, Hkv, E).
+        e: Projection of keys (B or 1, T, Hkv or 1, R), in any dtype.
+        f: Projection of values, likewise.
+        start_k: K̃_0 (B, Hkv, R, D) in float32; None is 0.
+        start_v: Ṽ_0 (B, Hkv, R, E) in float32; None is 0.
+
+    Returns:
+        (B, T, H, E), and the compressed keys and values after the last token in float32.
+    """
+    args = q, k, v, e, f, start_k, start_v
+    if dispatch.eager_untraced(q):
+        return _CausalLinformer.direct(*args)
+    return _CausalLinformer.traced(*refuse_forward_mode(*args))[:3]
+
+
+def why_not_triton_causal(q: Tensor, k: Tensor, v: Tensor, rank: int) -> str | None:
+    """Return why causal attention is computed by two passes of linear attention; None if the kernels support it."""
+    why = dispatch.unavailable(q) or _why_unsupported_causal(q, k, v, rank)
+    return why or dispatch.insufficient_shared_memory(q, 227)
+
+
+def _why_unsupported_causal(q: Tensor, k: Tensor, v: Tensor, rank: int) -> str | None:
+    if not q.dtype == k.dtype == v.dtype == bfloat16:
+        return f"q, k and v are {', '.join(str(x.dtype) for x in (q, k, v))}; the kernels take bfloat16"
+    dim = max(q.shape[3], v.shape[3])
+    if rank > dispatch.LARGEST or dim > LARGEST_CAUSAL:
+        return f"rank {rank} and dimension {dim}; the kernels take up to {dispatch.LARGEST} and {LARGEST_CAUSAL}"
+    return None if q.numel() and v.numel() else "an empty tensor"
+
+
+@differentiable_op("longspan::causal_linformer", (CausalInputs,), (CausalSaved,), outputs=7, grads=7, differentiable=3)
+class _CausalLinformer(DifferentiableOp):
+    """out, the compressed keys and values after it, lse, and those before each chunk."""
+
+    @staticmethod
+    def forward(*args: Any, traced: bool = True) -> tuple[Tensor, ...]:
+        return _causal_kernels().forward(CausalInputs(*args))
+
+    @staticmethod
+    def fake(*args: Any) -> tuple[Tensor, ...]:
+        x = CausalInputs(*args)
+        (B, T, H, D), (Hkv, E), R = x.q.shape, x.v.shape[2:], x.e.shape[3]
+        ends = [x.q.new_empty(B, Hkv, R, dim, dtype=float32) for dim in (D, E)]
+        states = [x.q.new_empty(shape) for shape in states_shapes(B, T, H, Hkv, R, D, E)]
+        return x.v.new_empty(B, T, H, E), *ends, x.q.new_empty(B, H, T, dtype=float32), *states
+
+    @staticmethod
+    def visible(outputs: tuple[Any, ...]) -> Any:
+        return outputs[:3]
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        ctx.save_for_backward(output[0], *output[3:], *inputs)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def differentiate(
+        backward: Any,
+        ctx: Any,
+        d_out: Tensor | None,
+        d_end_k: Tensor | None = None,
+        d_end_v: Tensor | None = None,
+        *_: None,
+    ) -> tuple[Tensor | None, ...]:
+        out, lse, keys, values, pairs, *inputs = ctx.saved_tensors
+        d_out = out.new_zeros(out.shape) if d_out is None else d_out
+        *grads, d_k, d_v = backward(
+            *refuse_forward_mode(d_out, d_end_k, d_end_v, out, lse, keys, values, pairs, *inputs)
+        )
+        return *grads, None if inputs[5] is None else d_k, None if inputs[6] is None else d_v
+
+    @staticmethod
+    def backward(*args: Any, traced: bool = True) -> tuple[Tensor, ...]:
+        count = len(CausalSaved._fields)
+        return _causal_kernels().backward(CausalSaved(*args[:count]), CausalInputs(*args[count:]))
+
+    @staticmethod
+    def backward_fake(*args: Any) -> tuple[Tensor, ...]:
+        x = CausalInputs(*args[len(CausalSaved._fields) :])
+        (B, _, Hkv, D), E, R = x.k.shape, x.v.shape[3], x.e.shape[3]
+        ends = [x.q.new_empty(B, Hkv, R, dim, dtype=float32) for dim in (D, E)]
+        return *(y.new_empty(y.shape) for y in x[:5]), *ends
+
+
+def states_shapes(B: int, T: int, H: int, Hkv: int, R: int, D: int, E: int) -> list[tuple[int, ...]]:
+    """Return the shapes of the compressed keys and values before each chunk, padded, and of pairs of its tokens."""
+    R, D, E = (max(64, 1 << (int(size) - 1).bit_length()) for size in (R, D, E))
+    chunks = -(-T // CHUNK)
+    return [(B, Hkv, chunks, R, D), (B, Hkv, chunks, R, E), (B, H, chunks, CHUNK, CHUNK)]
+
+
+def _causal_kernels() -> ModuleType:
+    return import_module("longspan.ops.compressed.triton.causal")

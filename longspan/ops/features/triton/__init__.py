@@ -1,0 +1,1 @@
+"""Triton kernels of causal linear attention with given features."""
