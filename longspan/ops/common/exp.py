@@ -40,10 +40,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     @triton.jit
     def scaled_sum(b_x, factor, b_y):
         return (b_x.to(tl.float32) * factor + b_y.to(tl.float32)).to(tl.bfloat16)
-
-    @triton.jit
-    def prefetch(p_x):
-        pass
 else:
 
     @triton.jit
@@ -100,13 +96,6 @@ else:
             dtype=tl.bfloat16,
             is_pure=True,
             pack=2,
-        )
-
-    @triton.jit
-    def prefetch(p_x):
-        """Load the lines of 128 bytes at these addresses into the L2 cache."""
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [p_x.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
         )
 
 

@@ -56,8 +56,8 @@ GATES = tl.constexpr(7)
 # chunk, padded widths, tiles of values.
 # BACK: from the end, with queries as columns. READ: there are rows; else only the state is computed. DECAY, BETA: there
 # are gates. FULL: every row of every chunk exists. ROWS: results times p_x are added up by row, before β if LAST_BETA,
-# in which β multiplies results. CHECK: chunks after which states are stored for ⟨dS, S⟩, 0 for none. DOT: dtype of
-# products. LOW: G is taken as two numbers. SPLIT: the state is read as two bfloat16 numbers.
+# in which β multiplies results. CHECK: chunks after which states are stored for ⟨dS, S⟩, 0 for none.
+# DOT: dtype of products. LOW: G is taken as two numbers. SPLIT: the state is read as two bfloat16 numbers.
 # STRIDE_*: strides along tokens, of a state along rows' width (STATE_A) and values (STATE_V), and of the last one.
 WalkSizes = namedtuple(
     "WalkSizes",

@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.ops.common.exp import LOG2E, UNDERFLOW, exact_exp2, exp2, log2, prefetch, same_layout, widen
+from longspan.ops.common.exp import LOG2E, UNDERFLOW, exact_exp2, exp2, log2, same_layout, widen
 from longspan.ops.common.launch import (
     Launch,
     Plan,
@@ -334,7 +334,7 @@ def store_inverse(p_x, i_x, b_t, S: tl.constexpr):
 
 
 @triton.jit
-def load_inverse(p_x, p_beta, p_strong, rows, i_x, TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, S: tl.constexpr):
+def load_inverse(p_x, p_sums, i_x, TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, S: tl.constexpr):
     """The halves of what `store_inverse` stores, or of its transpose; not EXACT: of a mild chunk's, the same twice."""
     b_t = tl.load(p_x + _square(i_x, S))
     b_other = tl.trans(b_t)
@@ -343,10 +343,17 @@ def load_inverse(p_x, p_beta, p_strong, rows, i_x, TRANSPOSED: tl.constexpr, EXA
     if EXACT and tl.bfloat16 == S.DOT:
         i_t = tl.arange(0, S.C)
         m_t = i_t[:, None] < i_t[None, :] if TRANSPOSED else i_t[:, None] > i_t[None, :]
-        b_diagonal = halves(load_beta(p_beta, rows, S) * tl.load(p_strong + i_x), S)[1]
-        b_other = tl.where(i_t[:, None] == i_t[None, :], b_diagonal[:, None], tl.where(m_t, b_other, 0.0))
-        b_t = tl.where(m_t | (i_t[:, None] == i_t[None, :]), b_t, 0.0)
+        m_diagonal = i_t[:, None] == i_t[None, :]
+        b_low = tl.load(diagonal_pointer(p_sums, i_x, S)).to(tl.bfloat16)
+        b_other = tl.where(m_diagonal, b_low[:, None], tl.where(m_t, b_other, 0.0))
+        b_t = tl.where(m_t | m_diagonal, b_t, 0.0)
     return b_t, b_other
+
+
+@triton.jit
+def diagonal_pointer(p_sums, i_x, S: tl.constexpr):
+    """Pointers to the low halves (C,) of the diagonal of T, which is β; other dtypes have those of G there."""
+    return p_sums + i_x * (4 * S.C) + S.C + tl.arange(0, S.C)
 
 
 @triton.jit
@@ -451,11 +458,12 @@ def gated_delta_inverse_kernel(
         b_high, b_low = running_sums(tl.maximum(b_g, UNDERFLOW))
         m_last = i_t == S.C - 1
         b_end = tl.sum(tl.where(m_last, b_high, 0.0)) - b_high + (tl.sum(tl.where(m_last, b_low, 0.0)) - b_low)
-        p_sums += i_x * (4 * S.C) + i_t
-        tl.store(p_sums, b_high)
-        tl.store(p_sums + S.C, b_low)
-        tl.store(p_sums + 2 * S.C, power(b_high, S))
-        tl.store(p_sums + 3 * S.C, power(tl.minimum(b_end, 0.0), S))
+        p_g = p_sums + i_x * (4 * S.C) + i_t
+        tl.store(p_g, b_high)
+        if tl.bfloat16 != S.DOT:
+            tl.store(p_g + S.C, b_low)
+        tl.store(p_g + 2 * S.C, power(b_high, S))
+        tl.store(p_g + 3 * S.C, power(tl.minimum(b_end, 0.0), S))
     b_l = dot(b_k, tl.trans(b_k), S)
     if S.GATED:
         if p_norms is not None:
@@ -474,6 +482,7 @@ def gated_delta_inverse_kernel(
         if not strong:
             b_t = triangular_inverse(b_l, S, False, 8) * b_beta[None, :]
             tl.store(p_inverse + _square(i_x, S), b_t.to(S.DOT))
+            tl.store(diagonal_pointer(p_sums, i_x, S), zeros(S.C))
     else:
         store_inverse(p_inverse, i_x, triangular_inverse(b_l, S) * b_beta[None, :], S)
 
@@ -489,7 +498,10 @@ def gated_delta_exact_inverse_kernel(
     i_h, i_first = pid % S.HKV, (pid // S.HKV) % shares * SHARE
     i_b = (pid // S.HKV // shares).to(tl.int64)
     i_t = tl.arange(0, S.C)
-    for i_c in range(i_first, tl.minimum(i_first + SHARE, chunks)):
+    end = tl.minimum(i_first + SHARE, chunks)
+    if not any_strong(p_strong, (i_b * S.HKV + i_h) * chunks + i_first, end - i_first, S):
+        return
+    for i_c in range(i_first, end):
         i_x = (i_b * S.HKV + i_h) * chunks + i_c
         if tl.load(p_strong + i_x) > 0:
             i_0 = i_c * S.C
@@ -502,9 +514,10 @@ def gated_delta_exact_inverse_kernel(
                 i_q = i_h * GROUP + i
                 b_q = load_rows(pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_q), S.STRIDE_Q, rows, S.D, S.BD, S)
                 store_pair(p_pairs, (i_b * S.H + i_q) * chunks + i_c, b_q, b_k, b_between, scale, True, S)
-            b_l = dot(b_k, tl.trans(b_k), S) * b_between * b_beta[:, None]
-            b_l = tl.where(i_t[:, None] > i_t[None, :], b_l, 0.0)
+            b_l = dot(b_k, tl.trans(b_k), S)
+            b_l = tl.where(i_t[:, None] > i_t[None, :], b_l * b_between * b_beta[:, None], 0.0)
             store_inverse(p_inverse, i_x, triangular_inverse(b_l, S) * b_beta[None, :], S)
+            tl.store(diagonal_pointer(p_sums, i_x, S), widen(halves(b_beta, S)[1]))
 
 
 @triton.jit
@@ -520,8 +533,8 @@ def _writes(b_x, b_v, b_t, b_t_low, b_start, EXACT: tl.constexpr, S: tl.constexp
 
 @triton.jit
 def _states(
-    b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_states, p_u, T, i_b, i_h, i_e, i_x, i_0, i_c, count, values,
-    k, v, beta, S: tl.constexpr, STORE: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr
+    b_s, p_k, p_v, p_inverse, p_sums, p_states, p_u, T, i_b, i_h, i_e, i_x, i_0, i_c, count, values,
+    k, v, S: tl.constexpr, STORE: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """The state after `count` chunks, starting with chunk i_c of sequence i_x; STORE: write those before each, and u.
 
@@ -529,11 +542,10 @@ def _states(
     """
     p_k = pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_h)
     p_v = pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_h)
-    p_beta = pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_h) if S.SCALED else p_k
     rows = T - i_0
     for i in tl.range(count, num_stages=STAGES):
         b_start, b_end, last = load_factors(p_sums, i_c + i, S)
-        b_t, b_t_low = load_inverse(p_inverse, p_beta, p_strong, rows, i_c + i, True, EXACT, S)
+        b_t, b_t_low = load_inverse(p_inverse, p_sums, i_c + i, True, EXACT, S)
         b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
         b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S, i_e)
         if STORE:
@@ -552,7 +564,6 @@ def _states(
         b_s = product_of(b_u * b_end[None, :], b_k, None, b_s * last, EXACT, S)
         p_k += S.C * S.STRIDE_K
         p_v += S.C * S.STRIDE_V
-        p_beta += S.C * S.STRIDE_BETA
         rows -= S.C
     return b_s
 
@@ -573,8 +584,8 @@ def _remembered(p_norms, count, BACK: tl.constexpr, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "segments", "run", "chunks"])
 def gated_delta_maps_kernel(
-    p_k, p_v, p_beta, p_inverse, p_sums, p_norms, p_strong, p_state, p_maps, p_totals, T, segments, run, chunks,
-    k, v, beta, S: tl.constexpr, STAGES: tl.constexpr
+    p_k, p_v, p_inverse, p_sums, p_norms, p_strong, p_state, p_maps, p_totals, T, segments, run, chunks,
+    k, v, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """P or Δ of one segment, for one tile of columns.
 
@@ -601,13 +612,13 @@ def gated_delta_maps_kernel(
     i_c += tl.where(count > 0, run - count, 0)
     if any_strong(p_strong, i_y * chunks + i_c, count, S):
         b_s = _states(
-            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x,
-            i_c * S.C, i_y * chunks + i_c, count, values, k, v, beta, S, False, True, STAGES
+            b_s, p_k, p_v, p_inverse, p_sums, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x,
+            i_c * S.C, i_y * chunks + i_c, count, values, k, v, S, False, True, STAGES
         )  # fmt: skip
     else:
         b_s = _states(
-            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x,
-            i_c * S.C, i_y * chunks + i_c, count, values, k, v, beta, S, False, False, STAGES
+            b_s, p_k, p_v, p_inverse, p_sums, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x,
+            i_c * S.C, i_y * chunks + i_c, count, values, k, v, S, False, False, STAGES
         )  # fmt: skip
     tl.store(p_tile + tile_offsets(0, 0, S), b_s)
 
@@ -681,7 +692,7 @@ def _first_state(p_state, p_totals, i_state, i_x, i_s, segments, i_e, BACK: tl.c
 
 @triton.jit
 def _outputs(
-    b_s, p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_pairs, p_out, rows, scale, i_e, i_x, i_y, count,
+    b_s, p_q, p_k, p_v, p_inverse, p_sums, p_strong, p_pairs, p_out, rows, scale, i_e, i_x, i_y, count,
     S: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """Write the outputs of `count` chunks; returns the state after them."""
@@ -690,7 +701,7 @@ def _outputs(
         b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
         b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S, i_e)
         b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
-        b_t, b_t_low = load_inverse(p_inverse, p_beta, p_strong, rows, i_y + i, True, EXACT, S)
+        b_t, b_t_low = load_inverse(p_inverse, p_sums, i_y + i, True, EXACT, S)
         b_pair, b_pair_low = load_pair(p_pairs, p_strong + i_y + i, i_x + i, EXACT, S)
         b_x = dot(b_s, tl.trans(b_k), S)
         b_out = dot(b_s, tl.trans(b_q), S) * (b_start * scale)[None, :]
@@ -705,7 +716,6 @@ def _outputs(
         p_q += S.C * S.STRIDE_Q
         p_k += S.C * S.STRIDE_K
         p_v += S.C * S.STRIDE_V
-        p_beta += S.C * S.STRIDE_BETA
         p_out += S.C * S.H * S.E
         rows -= S.C
     return b_s
@@ -713,8 +723,8 @@ def _outputs(
 
 @triton.jit(do_not_specialize=["T", "segments", "run", "chunks", "scale"])
 def gated_delta_forward_kernel(
-    p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_pairs, p_state, p_totals, p_out, p_after,
-    T, segments, run, chunks, scale, q, k, v, beta, S: tl.constexpr, STAGES: tl.constexpr
+    p_q, p_k, p_v, p_inverse, p_sums, p_strong, p_pairs, p_state, p_totals, p_out, p_after,
+    T, segments, run, chunks, scale, q, k, v, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """Outputs of one segment, for one tile of values, and the state after the last segment."""
     i_h, i_kv, i_e, i_s, i_b = _segment(tl.program_id(0), segments, S)
@@ -723,19 +733,18 @@ def gated_delta_forward_kernel(
     p_q = pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h)
     p_k = pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_kv)
     p_v = pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_kv)
-    p_beta = pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_kv) if S.SCALED else p_k
     p_out += (i_b * T + i_0) * (S.H * S.E) + i_h * S.E
     rows = T - i_0
     i_y, i_x = i_y * chunks + i_s * run, (i_b * S.H + i_h) * chunks + i_s * run
     count = tl.minimum(run, chunks - i_s * run)
     if any_strong(p_strong, i_y, count, S):
         b_s = _outputs(
-            b_s, p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_pairs, p_out, rows, scale, i_e, i_x, i_y, count,
+            b_s, p_q, p_k, p_v, p_inverse, p_sums, p_strong, p_pairs, p_out, rows, scale, i_e, i_x, i_y, count,
             S, True, STAGES
         )  # fmt: skip
     else:
         b_s = _outputs(
-            b_s, p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_pairs, p_out, rows, scale, i_e, i_x, i_y, count,
+            b_s, p_q, p_k, p_v, p_inverse, p_sums, p_strong, p_pairs, p_out, rows, scale, i_e, i_x, i_y, count,
             S, False, STAGES
         )  # fmt: skip
     if (i_s == segments - 1) & (i_h % (S.H // S.HKV) == 0):
@@ -745,8 +754,8 @@ def gated_delta_forward_kernel(
 
 @triton.jit
 def _state_gradients(
-    b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_strong, p_d_out, p_states, p_z, T, scale, i_b, i_h, i_kv, i_e, i_x, i_0,
-    i_c, count, q, k, beta, d, S: tl.constexpr, STORE: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr
+    b_s, p_q, p_k, p_inverse, p_sums, p_d_out, p_states, p_z, T, scale, i_b, i_h, i_kv, i_e, i_x, i_0,
+    i_c, count, q, k, d, S: tl.constexpr, STORE: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """The gradient of the state before `count` chunks, the last of which is chunk i_c and begins at token i_0, from
     that of the state after them. STORE: write that after each chunk, and z.
@@ -754,7 +763,6 @@ def _state_gradients(
     p_q = pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h)
     p_k = pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_kv)
     p_d_out = pointer(p_d_out, d, S.STRIDE_D, i_b, i_0, i_h)
-    p_beta = pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_kv) if S.SCALED else p_k
     p_z += (i_b * T + i_0) * (S.H * S.E) + i_h * S.E
     rows = T - i_0
     for i in tl.range(count, num_stages=STAGES):
@@ -773,7 +781,7 @@ def _state_gradients(
             b_u = add_dot(b_d, b_pair_low, b_u, S)
         b_u = add_dot(b_d, b_pair, b_u, S)
         b_s = add_dot(b_d.to(tl.float32) * (b_start * scale)[None, :], b_q, b_s * last, S)
-        b_t, b_t_low = load_inverse(p_inverse, p_beta, p_strong, rows, i_c - i, False, EXACT, S)
+        b_t, b_t_low = load_inverse(p_inverse, p_sums, i_c - i, False, EXACT, S)
         b_z = product_of(b_u, b_t, b_t_low, zeros(S.BE, S.C), EXACT, S)
         if STORE:
             store_columns(p_z, S.H * S.E, rows, b_z, i_e, S)
@@ -781,7 +789,6 @@ def _state_gradients(
         p_q -= S.C * S.STRIDE_Q
         p_k -= S.C * S.STRIDE_K
         p_d_out -= S.C * S.STRIDE_D
-        p_beta -= S.C * S.STRIDE_BETA
         p_z -= S.C * S.H * S.E
         rows += S.C
     return b_s
@@ -789,9 +796,9 @@ def _state_gradients(
 
 @triton.jit(do_not_specialize=["T", "segments", "run", "chunks", "scale", "first"])
 def gated_delta_backward_states_kernel(
-    p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_norms, p_strong, p_state, p_totals, p_d_out, p_d_after, p_d_totals,
+    p_q, p_k, p_v, p_inverse, p_sums, p_norms, p_strong, p_state, p_totals, p_d_out, p_d_after, p_d_totals,
     p_states, p_d_states, p_u, p_z, p_d_state, T, segments, run, chunks, scale, first,
-    q, k, v, beta, d, S: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr
+    q, k, v, d, S: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """Gradients of the states after the chunks of one segment, from program `first` on; before it, the states before
     the chunks and u.
@@ -810,13 +817,13 @@ def gated_delta_backward_states_kernel(
         i_u = (i_b * T + i_first * S.C) * S.STRIDE_U + i_h * (S.STRIDE_U // S.H)
         if any_strong(p_strong, i_c, count, S):
             _states(
-                b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_states, p_u + i_u, T, i_b, i_kv, i_e,
-                i_x * chunks + i_first, i_first * S.C, i_c, count, 1, k, v, beta, S, True, True, STAGES
+                b_s, p_k, p_v, p_inverse, p_sums, p_states, p_u + i_u, T, i_b, i_kv, i_e,
+                i_x * chunks + i_first, i_first * S.C, i_c, count, 1, k, v, S, True, True, STAGES
             )  # fmt: skip
         else:
             _states(
-                b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_states, p_u + i_u, T, i_b, i_kv, i_e,
-                i_x * chunks + i_first, i_first * S.C, i_c, count, 1, k, v, beta, S, True, False, STAGES
+                b_s, p_k, p_v, p_inverse, p_sums, p_states, p_u + i_u, T, i_b, i_kv, i_e,
+                i_x * chunks + i_first, i_first * S.C, i_c, count, 1, k, v, S, True, False, STAGES
             )  # fmt: skip
     else:
         # One query head of a group carries the gradient of the state that they share.
@@ -831,28 +838,19 @@ def gated_delta_backward_states_kernel(
         i_y = i_y * chunks + i_last
         if any_strong(p_strong, i_c, count, S):
             b_s = _state_gradients(
-                b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_strong, p_d_out, p_d_states, p_z, T, scale, i_b, i_h, i_kv,
-                i_e, i_x * chunks + i_last, i_last * S.C, i_y, count, q, k, beta, d, S, STORE, True, STAGES
+                b_s, p_q, p_k, p_inverse, p_sums, p_d_out, p_d_states, p_z, T, scale, i_b, i_h, i_kv,
+                i_e, i_x * chunks + i_last, i_last * S.C, i_y, count, q, k, d, S, STORE, True, STAGES
             )  # fmt: skip
         else:
             b_s = _state_gradients(
-                b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_strong, p_d_out, p_d_states, p_z, T, scale, i_b, i_h, i_kv,
-                i_e, i_x * chunks + i_last, i_last * S.C, i_y, count, q, k, beta, d, S, STORE, False, STAGES
+                b_s, p_q, p_k, p_inverse, p_sums, p_d_out, p_d_states, p_z, T, scale, i_b, i_h, i_kv,
+                i_e, i_x * chunks + i_last, i_last * S.C, i_y, count, q, k, d, S, STORE, False, STAGES
             )  # fmt: skip
         if not STORE:
             tl.store(p_d_totals + tile_offsets(i_x * segments + i_s, i_e, S), b_s)
         elif i_s == 0:
             i_tile, m_tile = state_offsets(i_x, i_e, S)
             tl.store(p_d_state + i_tile, b_s, mask=m_tile)
-
-
-@triton.jit
-def prefetch_state(p_x, i_x, S: tl.constexpr):
-    """Load matrix i_x of a stack of (TILES · BE, BD) into the L2 cache."""
-    SIZE: tl.constexpr = S.BE * S.TILES * S.BD
-    LINE: tl.constexpr = 64  # Elements of 128 bytes
-    if tl.bfloat16 == S.DOT:
-        prefetch(p_x + tl.cast(i_x, tl.int64) * SIZE + tl.arange(0, SIZE // LINE) * LINE)
 
 
 @triton.jit
@@ -890,8 +888,6 @@ def gated_delta_backward_kernel(
     i_0 = i_c * S.C
     rows = T - i_0
     i_t = tl.arange(0, S.C)
-    prefetch_state(p_states, i_x, S)
-    prefetch_state(p_d_states, i_x, S)
     i_token = (i_b * T + i_0) * S.H + i_h
     p_k = pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_kv)
     p_q = pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h)
@@ -904,7 +900,7 @@ def gated_delta_backward_kernel(
     b_inverse = zeros(S.C)
     if S.SCALED:
         if tl.bfloat16 == S.DOT:  # As it is on the diagonal of T.
-            b_beta = tl.where(tl.load(p_strong + i_y) > 0, b_beta, widen(b_beta.to(tl.bfloat16)))
+            b_beta = widen(b_beta.to(tl.bfloat16)) + tl.load(diagonal_pointer(p_sums, i_y, S))
         b_inverse = 1.0 / b_beta
     b_d_pair, b_d_l, b_d_beta = zeros(S.C, S.C), zeros(S.C, S.C), zeros(S.C)
     for i_e in tl.range(S.TILES, num_stages=STAGES):
@@ -968,8 +964,8 @@ def gated_delta_backward_kernel(
 
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
 def gated_delta_backward_decay_kernel(
-    p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_d_out, p_states, p_d_states, p_d_decay, T, chunks, scale,
-    q, k, v, beta, d, S: tl.constexpr
+    p_q, p_k, p_v, p_inverse, p_sums, p_strong, p_d_out, p_states, p_d_states, p_d_decay, T, chunks, scale,
+    q, k, v, d, S: tl.constexpr
 ):  # fmt: skip
     """The gradient of log α of the marked ones among SHARE chunks of one query head, with u and z in float32.
 
@@ -981,15 +977,17 @@ def gated_delta_backward_decay_kernel(
     i_b = (pid // S.H // shares).to(tl.int64)
     i_kv = i_h // (S.H // S.HKV)
     i_y, i_x = (i_b * S.HKV + i_kv) * chunks, (i_b * S.H + i_h) * chunks
-    for i_c in range(i_first, tl.minimum(i_first + SHARE, chunks)):
+    end = tl.minimum(i_first + SHARE, chunks)
+    if not any_strong(p_strong, i_y + i_first, end - i_first, S):
+        return
+    for i_c in range(i_first, end):
         if tl.load(p_strong + i_y + i_c) > 0:
             i_0 = i_c * S.C
             rows = T - i_0
             b_d_sum = _decay_gradient(
                 pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h), pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_kv),
                 pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_kv), pointer(p_d_out, d, S.STRIDE_D, i_b, i_0, i_h),
-                pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_kv) if S.SCALED else p_k,
-                p_inverse, p_sums, p_strong, p_states, p_d_states, rows, scale, i_y + i_c, i_x + i_c, S
+                p_inverse, p_sums, p_states, p_d_states, rows, scale, i_y + i_c, i_x + i_c, S
             )  # fmt: skip
             i_t = tl.arange(0, S.C)
             p_o = p_d_decay + (i_b * T + i_0) * S.H + i_h + i_t * S.H
@@ -998,8 +996,7 @@ def gated_delta_backward_decay_kernel(
 
 @triton.jit
 def _decay_gradient(
-    p_q, p_k, p_v, p_d_out, p_beta, p_inverse, p_sums, p_strong, p_states, p_d_states, rows, scale, i_y, i_x,
-    S: tl.constexpr
+    p_q, p_k, p_v, p_d_out, p_inverse, p_sums, p_states, p_d_states, rows, scale, i_y, i_x, S: tl.constexpr
 ):  # fmt: skip
     """The gradient of G (C,) of one chunk, from the states: o_i · do_i − v_i · dv_i, and at the end ⟨dS', S'⟩."""
     i_t = tl.arange(0, S.C)
@@ -1008,24 +1005,25 @@ def _decay_gradient(
     b_start, b_end, last = load_factors(p_sums, i_y, S)
     b_high, b_low = load_sums(p_sums, i_y, S)
     b_pair, b_pair_low = halves(dot(b_q, tl.trans(b_k), S) * (between(b_high, b_low, S) * scale), S)
-    b_d_sum, b_ends, b_cross = zeros(S.C), zeros(S.C), zeros(S.BD)
+    b_d_sum, b_ends = zeros(S.C), zeros(S.C)
     for i_e in tl.range(S.TILES, num_stages=1):
+        b_d_s = tl.load(p_d_states + tile_offsets(i_x, i_e, S))
+        b_d_u = dot(b_d_s, tl.trans(b_k), S) * b_end[None, :]
         b_s = tl.load(p_states + tile_offsets(i_x, i_e, S))
         b_d = load_columns(p_d_out, S.STRIDE_D, rows, i_e, S)
         b_v = load_columns(p_v, S.STRIDE_V, rows, i_e, S)
-        b_t, b_t_low = load_inverse(p_inverse, p_beta, p_strong, rows, i_y, True, True, S)
+        b_t, b_t_low = load_inverse(p_inverse, p_sums, i_y, True, True, S)
         b_u = _writes(dot(b_s, tl.trans(b_k), S), b_v, b_t, b_t_low, b_start, True, S)
+        b_ends += tl.sum(b_u * b_d_u, 0)
         b_out = dot(b_s, tl.trans(b_q), S) * (b_start * scale)[None, :]
         b_out = product_of(b_u, tl.trans(b_pair), tl.trans(b_pair_low), b_out, True, S)
-        b_d_s = tl.load(p_d_states + tile_offsets(i_x, i_e, S))
-        b_d_u = dot(b_d_s, tl.trans(b_k), S) * b_end[None, :]
-        b_ends += tl.sum(b_u * b_d_u, 0)
-        b_cross += tl.sum(b_s.to(tl.float32) * b_d_s.to(tl.float32), 0)
+        b_d_sum += tl.sum(b_d.to(tl.float32) * b_out, 0)
         b_d_u = add_dot(b_d, b_pair, add_dot(b_d, b_pair_low, b_d_u, S), S)
-        b_t, b_t_low = load_inverse(p_inverse, p_beta, p_strong, rows, i_y, False, True, S)
+        b_t, b_t_low = load_inverse(p_inverse, p_sums, i_y, False, True, S)
         b_z = product_of(b_d_u, b_t, b_t_low, zeros(S.BE, S.C), True, S)
-        b_d_sum += tl.sum(b_d.to(tl.float32) * b_out - b_v.to(tl.float32) * b_z, 0)
-    return b_d_sum + tl.where(i_t == S.C - 1, tl.sum(b_ends) + last * tl.sum(b_cross), 0.0)
+        b_d_sum -= tl.sum(b_v.to(tl.float32) * b_z, 0)
+    end = tl.sum(b_ends) + last * _inner_product(p_states, p_d_states, i_x, S)
+    return b_d_sum + tl.where(i_t == S.C - 1, end, 0.0)
 
 
 def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -1042,9 +1040,9 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = False) -> t
         if plan.bf16:
             plan.exact_inverse(q, k, beta, inverse, sums, strong, pairs)
         if plan.segments > 1:
-            plan.maps(k, v, beta, inverse, sums, norms, strong, state, maps, totals)
+            plan.maps(k, v, inverse, sums, norms, strong, state, maps, totals)
             plan.scan(norms, maps, totals)
-        plan.read(q, k, v, beta, inverse, sums, strong, pairs, state, totals, out, after)
+        plan.read(q, k, v, inverse, sums, strong, pairs, state, totals, out, after)
     return out, after, saved
 
 
@@ -1066,7 +1064,7 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
     states, d_states, d_totals, u = plan.pointers(plan.workspace, work)
     u = d_k if plan.shared else u
     written = d_totals, states, d_states, u, d_v, d_state
-    inputs = q, k, v, beta, inverse, sums, norms, strong, state, totals, d_out, d_after, *written
+    inputs = q, k, v, inverse, sums, norms, strong, state, totals, d_out, d_after, *written
     with on_device(q):
         if plan.segments > 1:
             plan.totals(*inputs)
@@ -1074,7 +1072,7 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
         plan.states(*inputs)
         plan.read(q, k, beta, sums, strong, d_out, states, d_states, u, d_q, d_k, d_v, d_decay, d_beta)
         if plan.bf16 and d_decay is not None:
-            plan.decay(q, k, v, beta, inverse, sums, strong, d_out, states, d_states, d_decay)
+            plan.decay(q, k, v, inverse, sums, strong, d_out, states, d_states, d_decay)
     if d_decay is not None:
         d_decay = d_decay[..., None]
     if plan.group > 1:
@@ -1143,7 +1141,7 @@ class _DeltaForward(_DeltaPlan):
     def __init__(self, device: int, key: Signature, problem: GatedProblem) -> None:
         super().__init__(device, key, problem)
         S, X = self.sizes, self.B * self.H
-        warps, stages = 4, 2 if self.bf16 else 1
+        warps, stages = 4, 1 if not self.bf16 else 3 if S.BD <= 128 else 2
         kind = torch.bfloat16 if self.bf16 else torch.float32
         self.workspace = Workspace((X * self.chunks * S.C * S.C * (2 if self.bf16 else 1), kind))
         scalars = self.T, self.chunks, self.scale
@@ -1158,14 +1156,11 @@ class _DeltaForward(_DeltaPlan):
             )
         if self.segments > 1:
             programs = X * (S.TILES + S.BD // S.BE) * self.segments
-            self.maps = self.delta_launch(
-                gated_delta_maps_kernel, programs, self.segmentation, "k v beta", warps, stages
-            )
+            self.maps = self.delta_launch(gated_delta_maps_kernel, programs, self.segmentation, "k v", warps, stages)
             self.scan = self.scan_launch(back=False)
         scalars = *self.segmentation, self.scale
         programs = X * S.TILES * self.segments
-        stages = 1 if not self.bf16 else 3 if S.BD <= 128 else 2
-        self.read = self.delta_launch(gated_delta_forward_kernel, programs, scalars, "q k v beta", warps, stages)
+        self.read = self.delta_launch(gated_delta_forward_kernel, programs, scalars, "q k v", warps, stages)
 
 
 class _DeltaBackward(_DeltaPlan):
@@ -1192,7 +1187,7 @@ class _DeltaBackward(_DeltaPlan):
         if self.bf16 and S.GATED:
             programs = X * -(-self.chunks // SHARE.value)
             self.decay = self.delta_launch(
-                gated_delta_backward_decay_kernel, programs, scalars, "q k v beta d", 4 if S.BD <= 128 else 8, 1
+                gated_delta_backward_decay_kernel, programs, scalars, "q k v d", 4 if S.BD <= 128 else 8, 1
             )
 
     def states_launch(self, *, store: bool) -> Launch:
@@ -1206,7 +1201,7 @@ class _DeltaBackward(_DeltaPlan):
         first = programs if store else 0
         scalars = *self.segmentation, self.scale, first
         launch = self.delta_launch(
-            *(gated_delta_backward_states_kernel, programs + first, scalars, "q k v beta d", warps, stages), STORE=store
+            *(gated_delta_backward_states_kernel, programs + first, scalars, "q k v d", warps, stages), STORE=store
         )
         self.sizes = S
         return launch
