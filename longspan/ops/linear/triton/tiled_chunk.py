@@ -62,6 +62,7 @@ from longspan.ops.linear.triton.scan import Part, StatesPlan
 
 CHUNK = 64
 TILE = 64
+SUMS_TILE = 64, 64
 # Warps, pipeline stages and the register limit per thread.
 TiledChunkTiling = namedtuple("TiledChunkTiling", "warps stages registers", defaults=(None,))
 TiledChunkTilings = namedtuple("TiledChunkTilings", "scales sums read queries keys")
@@ -84,13 +85,14 @@ TILINGS = {
 }
 # Programs that sum segments: as many as a large GPU runs at once.
 PROGRAMS = 660
-# As in `favor`: the shares of the bytes of q, k, v and out that the sums of a part may take.
-READ_SHARE, QUERIES_SHARE, KEYS_SHARE = 1.75, 1.25, 0.625
+# As in `favor`, the shares of the bytes of q, k, v and out that the sums of a part may take. The sums of heads of 256
+# are as large as these tensors: peak memory of both passes is then 1.5 times inputs, outputs and gradients.
+READ_SHARE, QUERIES_SHARE, KEYS_SHARE = 1.75, 1.25, 1.1
 
 # Compile-time constants: heads, dimensions, tokens in a chunk; features and values padded; the blocks D1 + D2 = BM and
-# E1 + E2 = BE, the second of which may be 0; the width of tiles of features and of values; the map.
-# SCALED: keys carry log scales.
-TiledChunkSizes = namedtuple("TiledChunkSizes", "H HKV D E C BM BE D1 D2 E1 E2 TILE MAP SCALED NORMALIZE")
+# E1 + E2 = BE, the second of which may be 0; features and values per program that sums; the width of other tiles; the
+# map. SCALED: keys carry log scales.
+TiledChunkSizes = namedtuple("TiledChunkSizes", "H HKV D E C BM BE D1 D2 E1 E2 TM TV TILE MAP SCALED NORMALIZE")
 
 
 @triton.jit
@@ -194,8 +196,8 @@ def store_sums(p_kv, p_z, i_x, i_m, i_e, i_v, b_kv, b_z, S: tl.constexpr):
 @triton.jit
 def sums_index(first, sequences, S: tl.constexpr):
     """Tile of features, tile of values, then as `sequence_index`, of a program that sums."""
-    TILES: tl.constexpr = S.BE // S.TILE
-    i_tile, i_s, i_x, i_n, i_b, i_h = sequence_index(first, sequences, S.BM // S.TILE * TILES, S)
+    TILES: tl.constexpr = S.BE // S.TV
+    i_tile, i_s, i_x, i_n, i_b, i_h = sequence_index(first, sequences, S.BM // S.TM * TILES, S)
     return i_tile // TILES, i_tile % TILES, i_s, i_x, i_n, i_b, i_h
 
 
@@ -227,7 +229,7 @@ def linear_tiled_chunk_forward_sums_kernel(
     p_largest is None.
     """
     i_m, i_v, i_s, i_x, i_n, i_b, i_h = sums_index(first, sequences, S)
-    first_feature, first_value = i_m * S.TILE, i_v * S.TILE
+    first_feature, first_value = i_m * S.TM, i_v * S.TV
     i_0 = i_s * chunks * S.C
     rows = visible_length(p_lengths, i_b, T) - i_0
     i_c = i_x * tl.cdiv(T, S.C)
@@ -247,13 +249,13 @@ def linear_tiled_chunk_forward_sums_kernel(
     i_p = i_n * tl.cdiv(T, S.C) + i_s * chunks
     p_k = token_pointer(p_k, k, i_b, i_0, i_h, first_feature)
     p_v = token_pointer(p_v, v, i_b, i_0, i_h, first_value)
-    i_f, i_e = first_feature + tl.arange(0, S.TILE), first_value + tl.arange(0, S.TILE)
-    b_kv = zeros(S.TILE, S.TILE)
-    b_z = zeros(S.TILE)
+    i_f, i_e = first_feature + tl.arange(0, S.TM), first_value + tl.arange(0, S.TV)
+    b_kv = zeros(S.TM, S.TV)
+    b_z = zeros(S.TM)
     for _ in range(tl.minimum(chunks, tl.cdiv(T - i_0, S.C))):
         store_sums(p_prefix, p_prefix_z, i_p, i_f, i_e, i_v, b_kv, b_z, S)
-        b_k = load_rows(p_k, k.t, rows, S.D, S.C, S.TILE, i_m)
-        b_v = load_rows(p_v, v.t, rows, S.E, S.C, S.TILE, i_v)
+        b_k = load_rows(p_k, k.t, rows, S.D, S.C, S.TM, i_m)
+        b_v = load_rows(p_v, v.t, rows, S.E, S.C, S.TV, i_v)
         b_scale = zeros(S.C)
         if S.SCALED:
             if p_largest is None:
@@ -497,7 +499,7 @@ def linear_tiled_chunk_backward_sums_kernel(
     """
     GROUP: tl.constexpr = S.H // S.HKV
     i_m, i_v, i_s, i_x, i_n, i_b, i_kv = sums_index(first, sequences, S)
-    first_feature, first_value = i_m * S.TILE, i_v * S.TILE
+    first_feature, first_value = i_m * S.TM, i_v * S.TV
     count = tl.minimum(chunks, tl.cdiv(T, S.C) - i_s * chunks)
     i_l = (i_s * chunks + count - 1) * S.C
     p_q = token_pointer(p_q, q, i_b, i_l, i_kv * GROUP, first_feature)
@@ -506,9 +508,9 @@ def linear_tiled_chunk_backward_sums_kernel(
     i_p = i_n * tl.cdiv(T, S.C) + i_s * chunks + count - 1
     i_q = (i_b * S.H + i_kv * GROUP) * tl.cdiv(T, S.C) + i_s * chunks + count - 1
     i_t = tl.arange(0, S.C)
-    i_f, i_e = first_feature + tl.arange(0, S.TILE), first_value + tl.arange(0, S.TILE)
-    b_d_kv = zeros(S.TILE, S.TILE)
-    b_d_z = zeros(S.TILE)
+    i_f, i_e = first_feature + tl.arange(0, S.TM), first_value + tl.arange(0, S.TV)
+    b_d_kv = zeros(S.TM, S.TV)
+    b_d_z = zeros(S.TM)
     c_last = 0.0
     if S.SCALED:
         p_reference += i_x
@@ -526,8 +528,8 @@ def linear_tiled_chunk_backward_sums_kernel(
             c_last = c
         for g in range(GROUP):
             i_o = (i_q + g * tl.cdiv(T, S.C)) * S.C + i_t
-            b_q = load_rows(p_q + g * q.h, q.t, left, S.D, S.C, S.TILE, i_m)
-            b_d = load_rows(p_d_out + g * d.h, d.t, left, S.E, S.C, S.TILE, i_v)
+            b_q = load_rows(p_q + g * q.h, q.t, left, S.D, S.C, S.TM, i_m)
+            b_d = load_rows(p_d_out + g * d.h, d.t, left, S.E, S.C, S.TV, i_v)
             b_query = query_features(b_q, load_normal(p_normalized, i_o, S) + b_back, first_feature, S)
             if S.NORMALIZE:
                 if i_v == 0:
@@ -715,10 +717,10 @@ class _TiledChunkPlan(StatesPlan):
         super().__init__(device, key, problem, CHUNK)
         (D1, D2), (E1, E2) = _blocks(self.D), _blocks(self.E)
         scaled = problem.feature_map == "softmax"
-        sizes = self.H, self.Hkv, self.D, self.E, CHUNK, D1 + D2, E1 + E2, D1, D2, E1, E2, TILE
+        sizes = self.H, self.Hkv, self.D, self.E, CHUNK, D1 + D2, E1 + E2, D1, D2, E1, E2, *SUMS_TILE, TILE
         self.S = TiledChunkSizes(*sizes, problem.feature_map, scaled, problem.normalize)
         self.tilings = TILINGS[192 if max(self.S.BM, self.S.BE) <= 192 else 256]
-        self.tiles, self.programs = self.S.BM * self.S.BE // TILE**2, PROGRAMS
+        self.tiles, self.programs = self.S.BM // self.S.TM * (self.S.BE // self.S.TV), PROGRAMS
         self.saved = _saved(self.B, self.T, self.H, self.Hkv, scaled)
         self.eager = Workspace(self.den_buffer, *self.saved.buffers)
 
