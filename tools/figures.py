@@ -218,25 +218,6 @@ def causal_sweep(file: str) -> Data:
     return {title: cells for title, cells in found.items() if title.endswith(", causal")}
 
 
-def training_curves(file: str) -> Data:
-    """Bits per byte of the text that is trained on, and of the held-out one, by the minutes of training."""
-    (row,) = (row for row in jsonl.read(RESULTS / f"{file}.jsonl") if row["status"] == "ok")
-    names = {"training text": "curve", "held-out text": "held_out_curve"}
-    return {
-        name: [[round(seconds / 60, 3), round(bits, 4)] for _, seconds, bits in row[key]] for name, key in names.items()
-    }
-
-
-def draw_curves(data: Data, figure: Figure) -> None:
-    """A line for each text; the first minutes are cut off above."""
-    axes = figure.add_subplot()
-    for i, (name, points) in enumerate(data.items()):
-        axes.plot(*zip(*points, strict=True), "o-" if i else "-", markersize=4, label=name, color=COLORS[i])
-    last = data["held-out text"][-1][1]
-    axes.set(xlabel="minutes of training", ylabel="bits per byte", ylim=(last - 0.1, last + 0.7))
-    figure.legend(loc="outside lower center", ncols=2, fontsize=9)
-
-
 H200 = ("PyTorch SDPA", "linear, softmax map", "performer, 256 features")
 CPU = ("linear, softmax map", "performer, 256 features", "local, 256 keys", "linformer, rank 256")
 TIME = "ns per token and head"
