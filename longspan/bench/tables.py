@@ -309,6 +309,7 @@ _JSONL: dict[str, tuple[Callable[[Path], list[Row]], Callable[[list[Row]], TextT
     "cpu-sweep": (read, sweep_report.summary_table),
 }
 _STREAMS = {"serve-streams": "cpu-serve-streams", "h200-serve-streams": "h200-serve", "serve-int8": "cpu-serve-int8"}
+_STREAMS |= {"serve-speculation": "cpu-serve-speculation", "serve-int8-two-threads": "cpu-serve-int8-two-threads"}
 TABLES = ("ratios", *_COLUMNS, *_JSONL, *_STREAMS, "linearize-stages")
 SENTENCES: dict[str, Callable[[Path], str]] = {"compile": _compile_modes}
 
