@@ -190,9 +190,9 @@ def test_bias_by_distance(options: dict[str, Any], causal: bool, monkeypatch: py
 
 
 @interpreted
-@pytest.mark.parametrize("dim", [6, 9], ids=["all features", "some features"])
+@pytest.mark.parametrize("dim", [6, 9, 29], ids=["all features", "some features", "few features"])
 def test_the_rotation_direct_and_traced(dim: int) -> None:
-    x, cos, sin = torch.randn(2, 3, 35, 10)[..., :dim].transpose(1, 2), torch.randn(35, 3), torch.randn(35, 3)
+    x, cos, sin = torch.randn(2, 3, 35, 30)[..., :dim].transpose(1, 2), torch.randn(35, 3), torch.randn(35, 3)
     expected = rotate(x, cos[:, None], sin[:, None])
     d_out = torch.randn_like(expected)
     for call in (Rotate.direct, Rotate.traced):

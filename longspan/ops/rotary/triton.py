@@ -47,8 +47,9 @@ def rotate_kernel(p_x, p_cos, p_sin, p_out, T, x, W: tl.constexpr):
     i_0 = i_block * W.BT
     i_t, i_d = tl.arange(0, W.BT)[:, None], tl.arange(0, W.BH)[None, :]
     m_x = (i_0 + i_t < T) & (i_d < W.HALF)
-    p_x = token_pointer(p_x, x, i_b, i_0, i_h) + i_t * x.t + i_d
-    p_out += ((i_b * T + i_0 + i_t) * W.H + i_h) * W.D + i_d
+    p_rows = token_pointer(p_x, x, i_b, i_0, i_h) + i_t * x.t
+    p_out_rows = p_out + ((i_b * T + i_0 + i_t) * W.H + i_h) * W.D
+    p_x, p_out = p_rows + i_d, p_out_rows + i_d
     b_cos = tl.load(p_cos + (i_0 + i_t) * W.HALF + i_d, mask=m_x, other=0.0)
     b_sin = tl.load(p_sin + (i_0 + i_t) * W.HALF + i_d, mask=m_x, other=0.0)
     if W.BACK:
@@ -60,4 +61,4 @@ def rotate_kernel(p_x, p_cos, p_sin, p_out, T, x, W: tl.constexpr):
     if W.BREST > 0:
         i_rest = 2 * W.HALF + tl.arange(0, W.BREST)[None, :]
         m_rest = (i_0 + i_t < T) & (i_rest < W.D)
-        tl.store(p_out - i_d + i_rest, tl.load(p_x - i_d + i_rest, mask=m_rest), mask=m_rest)
+        tl.store(p_out_rows + i_rest, tl.load(p_rows + i_rest, mask=m_rest), mask=m_rest)
