@@ -65,8 +65,8 @@ TILE = 64
 # Warps, pipeline stages and the register limit per thread.
 TiledChunkTiling = namedtuple("TiledChunkTiling", "warps stages registers", defaults=(None,))
 TiledChunkTilings = namedtuple("TiledChunkTilings", "scales sums read queries keys")
-# By the larger one of the padded dimensions, up to 192 and up to 256. Gradients of queries with 8 warps and more than one
-# stage are wrong on an H200 with Triton 3.6.
+# By the larger one of the padded dimensions, up to 192 and up to 256. Gradients of queries with 8 warps and more than
+# one stage are wrong on an H200 with Triton 3.6.
 TILINGS = {
     192: TiledChunkTilings(
         scales=TiledChunkTiling(4, 1),
