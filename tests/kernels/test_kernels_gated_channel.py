@@ -76,8 +76,8 @@ def test_channels_that_forget_everything_cost_no_digits(delta: bool, dtype: torc
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("value", [-104.0, -2.0])
 def test_mild_and_strong_gates_in_one_sequence(value: float, delta: bool) -> None:
-    """Chunks of 64 tokens take one pass, one for each half, or levels: here the second has a strong gate, alone at its
-    first token, or in one channel of all of them.
+    """Chunks of 64 tokens take one pass or levels: here the second has a strong gate, alone at its first token, or in
+    one channel of all of them.
     """
     case = Channel(T=130, strength=0.1, delta=delta)
     d_out, d_state, x = arguments(case, torch.bfloat16, "cpu")

@@ -172,37 +172,6 @@ def _pairs(i_t, level):
 
 
 @triton.jit
-def _by_halves(b_high, b_low, S: tl.constexpr):
-    """log₂ of what each token keeps since the middle of its half of the chunk (C, BK), positive before it."""
-    i_t, i_s = tl.arange(0, S.C)[:, None], tl.arange(0, S.C)[None, :]
-    i_m = (i_t // (S.C // 2)) * (S.C // 2) + S.C // 4
-    b_m = tl.where((i_s >= i_m) & (i_s <= i_t), 1.0, tl.where((i_s < i_m) & (i_s > i_t), -1.0, 0.0))
-    return _dot_halves(b_m, b_high, b_low, zeros(S.C, S.BK), S)
-
-
-@triton.jit
-def _at_once(p_q, p_k, p_decay, q, k, decay, rows, i_d, S: tl.constexpr):
-    """Whether pairs of one half of a chunk can be multiplied at once: whether factors times keys or queries stay below
-    LARGE. Where products take float32 they are not, as levels lose no digits.
-    """
-    at_once = False
-    if tl.bfloat16 == S.DOT:
-        b_high, b_low = _load_decay(p_decay, decay.t, rows, i_d, S)
-        b_q = load_rows(p_q, q.t, rows, S.D, S.C, S.BK, i_d).to(tl.float32)
-        b_k = load_rows(p_k, k.t, rows, S.D, S.C, S.BK, i_d).to(tl.float32)
-        small = tl.max(tl.maximum(tl.abs(b_q), tl.abs(b_k))) < LARGE * exp2(-RANGE)
-        at_once = small & (tl.max(tl.abs(_by_halves(b_high, b_low, S))) < RANGE)
-    return at_once
-
-
-@triton.jit
-def _pairs_of_halves(i_t, S: tl.constexpr):
-    """Rows and earlier columns in the same half of a chunk."""
-    i_half = i_t // (S.C // 2)
-    return (i_half[:, None] == i_half[None, :]) & (i_t[:, None] > i_t[None, :])
-
-
-@triton.jit
 def _square(i_x, S: tl.constexpr):
     """Offsets of matrix i_x of a stack of (C, C)."""
     i_t = tl.arange(0, S.C)
@@ -471,16 +440,7 @@ def _rows(
                 b_one = tl.full((S.BK,), 1.0, tl.float32)
                 _store_factors(p_factors, i_y, c, b_one, b_last, b_one, S)
         if not BACKWARD:
-            at_once = _at_once(p_q + c, p_k + c, p_decay + c, q, k, decay, rows, i_d, S)
-            if tl.bfloat16 == S.DOT:
-                if at_once:
-                    b_x = _by_halves(b_high, b_low, S)
-                    m_pairs, b_column = _pairs_of_halves(i_t, S), tl.trans((b_k * exp2(-b_x)).to(S.DOT))
-                    b_x = exp2(b_x)
-                    b_pair += tl.where(m_pairs, _dot(b_q * b_x, b_column, S), 0.0)
-                    if S.DELTA:
-                        b_l += tl.where(m_pairs, _dot(b_k * b_x, b_column, S), 0.0)
-            for level in range(tl.where(at_once, S.LEVELS - 1, 0), S.LEVELS):
+            for level in range(S.LEVELS):
                 b_high, b_low = _load_decay(p_decay + c, decay.t, rows, i_d, S)
                 b_q = load_rows(p_q + c, q.t, rows, S.D, S.C, S.BK, i_d)
                 b_k = load_rows(p_k + c, k.t, rows, S.D, S.C, S.BK, i_d)
@@ -853,10 +813,7 @@ def _gradients(
     i_kv, i_0 = i_h // (S.H // S.HKV), i_c * S.C
     i_t, i_y = tl.arange(0, S.C), (i_b * S.HKV + i_kv) * chunks + i_c
     own = (i_h % (S.H // S.HKV) == 0).to(tl.int32)
-    rows, c = _left(T, i_0, S), i_d * S.BK
-    p_q, p_k = token_pointer(p_q, q, i_b, i_0, i_h, c), token_pointer(p_k, k, i_b, i_0, i_kv, c)
-    p_decay = token_pointer(p_decay, decay, i_b, i_0, i_kv, c)
-    at_once = _at_once(p_q, p_k, p_decay, q, k, decay, rows, i_d, S)
+    rows = _left(T, i_0, S)
     b_d_q, b_d_row, b_d_column, b_d_last = zeros(S.C, S.BK), zeros(S.C, S.BK), zeros(S.C, S.BK), zeros(S.BK)
     for i_e in range(S.TILES):
         c = i_e * S.BE
@@ -872,6 +829,8 @@ def _gradients(
             b_z = load_rows(p_row, S.HKV * S.E, rows, S.E, S.C, S.BE, i_e)
             b_d_row = _add_dot(b_z, tl.trans(b_s), b_d_row, S)
     c = i_d * S.BK
+    p_q, p_k = token_pointer(p_q, q, i_b, i_0, i_h, c), token_pointer(p_k, k, i_b, i_0, i_kv, c)
+    p_decay = token_pointer(p_decay, decay, i_b, i_0, i_kv, c)
     p_d_pair += _square((i_b * S.H + i_h) * chunks + i_c, S)
     p_d_l += _square(i_y, S)
     b_q = load_rows(p_q, q.t, rows, S.D, S.C, S.BK, i_d)
@@ -887,20 +846,7 @@ def _gradients(
     b_own = tl.sum(tl.load(p_d_pair, mask=m_own, other=0.0).to(tl.float32), 1)[:, None]
     b_d_column += b_own * b_q
     b_d_q += b_own * b_k
-    if tl.bfloat16 == S.DOT:
-        if at_once:
-            b_x, m_pairs = _by_halves(b_high, b_low, S), _pairs_of_halves(i_t, S)
-            b_p = tl.where(m_pairs, tl.load(p_d_pair), 0.0)
-            b_column = (b_k * exp2(-b_x)).to(S.DOT)
-            b_x = exp2(b_x)
-            b_d_q += b_x * _dot(b_p, b_column, S)
-            b_sum = _dot(tl.trans(b_p), b_q * b_x, S)
-            if S.DELTA:
-                b_p = tl.where(m_pairs & (i_t < own * S.C)[:, None], tl.load(p_d_l), 0.0)
-                b_d_row += b_x * _dot(b_p, b_column, S)
-                b_sum = _add_dot(tl.trans(b_p), b_k * b_x, b_sum, S)
-            b_d_column += b_sum / b_x
-    for level in range(tl.where(at_once, S.LEVELS - 1, 0), S.LEVELS):
+    for level in range(S.LEVELS):
         # What is loaded again comes from the cache, and frees registers.
         b_high, b_low = _load_decay(p_decay, decay.t, rows, i_d, S)
         b_x = _decay(_between(i_t, level), b_high, b_low, S)
