@@ -287,11 +287,9 @@ _COLUMNS: dict[str, tuple[str, dict[str, Cell]]] = {
     "generate-small": ("h200-generate-small", _GENERATION),
     "linearize": ("h200-linearize", _PERPLEXITIES),
     "linearize-keep": ("h200-linearize-keep", _PERPLEXITIES),
-    "options": ("h200-options", _NAME | _TIMES),
-    "options-graph": (
-        "h200-options-graph",
-        _NAME | {name: cell for name, cell in _ATTENTION.items() if name.endswith("CUDA graph, ms")},
-    ),
+    "options": ("h200-options", {name: cell for name, cell in _ATTENTION.items() if not name.startswith("batch")}),
+    "linformer": ("h200-linformer", dict(list(_ATTENTION.items())[:4])),
+    "mixture": ("h200-mixture", dict(list(_ATTENTION.items())[:4])),
     "cpu": (
         "cpu-causal-8192",
         _NAME | {"batch × heads × tokens × head dim": _shape} | _TIMES | {"peak memory, MB": _with_ratio("peak_mb")},
