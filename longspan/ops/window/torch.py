@@ -139,7 +139,9 @@ def tiled_window_attention(
         return _attend(queries[:, tiles], keys[:, tiles], values[:, tiles], visible, **options)
 
     tail = 0 if window.causal else after + 1
-    if start is not None or key_mask is not None or n <= before + tail + 1 or (window.block_size and not aligned):
+    # Tiles differ if the blocks of the window or of the bias begin at other places in each of them.
+    differ = (window.block_size and not aligned) or (bias is not None and tile % bias.shape[1] != 0)
+    if start is not None or key_mask is not None or n <= before + tail + 1 or differ:
         out = attend_tiles(slice(0, n), interior=False)
     else:
         parts = [attend_tiles(slice(0, before), interior=False)] if before else []
