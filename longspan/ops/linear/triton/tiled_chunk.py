@@ -717,9 +717,7 @@ class _TiledChunkPlan(StatesPlan):
         super().__init__(device, key, problem, CHUNK)
         (D1, D2), (E1, E2) = _blocks(self.D), _blocks(self.E)
         scaled = problem.feature_map == "softmax"
-        BM, BE = D1 + D2, E1 + E2
-        tiles = TILE, 128 if BE % 128 == 0 else TILE, TILE
-        sizes = self.H, self.Hkv, self.D, self.E, CHUNK, BM, BE, D1, D2, E1, E2, *tiles
+        sizes = self.H, self.Hkv, self.D, self.E, CHUNK, D1 + D2, E1 + E2, D1, D2, E1, E2, TILE, TILE, TILE
         self.S = TiledChunkSizes(*sizes, problem.feature_map, scaled, problem.normalize)
         self.tilings = TILINGS[192 if max(self.S.BM, self.S.BE) <= 192 else 256]
         self.tiles, self.programs = self.S.BM // self.S.TM * (self.S.BE // self.S.TV), PROGRAMS
