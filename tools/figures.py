@@ -232,6 +232,7 @@ PLOTS: dict[str, tuple[Callable[[], Data], Callable[[Data, Figure], None]]] = {
     "serve-cpu": (lambda: loads("cpu-serve"), draw_loads),
     "serve-h200": (lambda: loads("h200-serve"), draw_loads),
     "sweep-cpu": (lambda: causal_sweep("cpu-sweep"), sweep_report.draw_panels),
+    "sweep-h200": (lambda: causal_sweep("h200-sweep"), sweep_report.draw_panels),
 }
 
 

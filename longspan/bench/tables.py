@@ -308,6 +308,7 @@ _JSONL: dict[str, tuple[Callable[[Path], list[Row]], Callable[[list[Row]], TextT
     "h200-recall": (recall_results.read, recall_results.table),
     "h200-recall-1200": (recall_results.read, recall_results.table),
     "cpu-recall": (recall_results.read, recall_results.table),
+    "h200-sweep": (read, sweep_report.summary_table),
     "cpu-sweep": (read, sweep_report.summary_table),
 }
 _STREAMS = {"serve-streams": "cpu-serve-streams", "h200-serve-streams": "h200-serve", "serve-int8": "cpu-serve-int8"}
