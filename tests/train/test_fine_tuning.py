@@ -133,7 +133,7 @@ def test_init_refuses_a_model_with_swapped_attention(base: Path, tmp_path: Path)
         assert done.status == 0, done.stderr
         assert "reads 31 tokens" in done.stdout
         with pytest.raises(
-            ValueError, match=r"is a folder of transformers, of type .*longspan generate, serve or info"
+            ValueError, match=r"is a folder of transformers, of type .*longspan generate, serve and info"
         ):
             load(tmp_path / name)
 

@@ -136,6 +136,7 @@ MODEL_VALUES: dict[str, tuple[str, Any]] = {
 COMPANIONS = {
     "model.legacy.resample": {"model.legacy.inner_dim": "64"},
     "model.legacy.axial": {"model.legacy.axial_stride": "4"},
+    "model.attention.rotary_dim": {"model.attention.rotary": "halves"},
 }
 
 
