@@ -19,7 +19,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 CASES = [
     *(Case(T=T, D=16, E=16) for T in (2, 63, 64, 65, 129, 1031)),
-    *(Case(T=517, B=1, H=2, Hkv=2, D=dim, E=dim) for dim in (32, 64, 128, 256)),
+    *(Case(T=517, B=1, H=2, Hkv=2, D=dim, E=dim) for dim in (32, 48, 64, 96, 128, 192, 256)),
     Case(T=1024, B=1, H=4, Hkv=2, D=128, E=128, strength=0.02),
     Case(T=2048, B=1, H=8, Hkv=8, D=64, E=64, strength=0.005, state=False),
     Case(T=517, B=1, H=2, Hkv=1, D=64, E=128, beta=False),

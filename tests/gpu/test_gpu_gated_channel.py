@@ -19,7 +19,7 @@ Channel = partial(Case, decay="channel")
 EXTREMES = (-math.inf, -1e30, -104.0, -20.0, 0.0)
 CASES = [
     *(Channel(T=T, D=16, E=16) for T in (2, 63, 64, 65, 129)),
-    *(Channel(T=261, B=1, H=2, Hkv=2, D=dim, E=dim) for dim in (32, 64, 128, 256)),
+    *(Channel(T=261, B=1, H=2, Hkv=2, D=dim, E=dim) for dim in (32, 48, 64, 96, 128, 192, 256)),
     Channel(T=1024, B=1, H=4, Hkv=2, D=128, E=128, strength=0.02),
     Channel(T=261, B=1, H=2, Hkv=1, D=64, E=128, beta=False, state=False),
     Channel(T=261, D=70, E=40, strided=True, strength=2.0),

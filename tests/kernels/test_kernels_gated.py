@@ -33,6 +33,22 @@ def test_kernels(case: Case, dtype: torch.dtype) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("T", [32, 33])
+def test_tiles_without_columns(T: int) -> None:
+    """Widths of 96 are padded to 128, four tiles of 32."""
+    case = Case(T=T, B=1, H=2, Hkv=2, D=96, E=96, state=T == 33)
+    check(case, arguments(case, torch.float32, "cpu"), torch.float32)
+
+
+@interpreted
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize("T", [64, 65])
+def test_tiles_without_columns_in_bfloat16(T: int) -> None:
+    case = Case(T=T, B=1, H=2, Hkv=2, D=192, E=192)
+    check(case, arguments(case, torch.bfloat16, "cpu"), torch.bfloat16)
+
+
+@interpreted
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.parametrize(
     "case", [*CASES, Case(T=67, B=1, H=1, Hkv=1, D=130, E=140), Case(T=70, B=1, H=1, Hkv=1, D=64, E=128)], ids=str

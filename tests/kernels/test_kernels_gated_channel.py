@@ -22,6 +22,8 @@ CASES = [
     Channel(T=31, beta=False, state=False, strided=True),
     Channel(T=33, H=2, delta=True, forgets=EXTREMES),
     Channel(T=32, beta=False, delta=True, state=False),
+    # Of four tiles of 16 channels the last has none.
+    *(Channel(T=33, H=2, Hkv=2, D=48, delta=delta) for delta in (False, True)),
 ]
 
 
@@ -42,7 +44,12 @@ def test_float16(case: Case) -> None:
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize(
     "sizes",
-    [{"T": 67}, {"T": 65, "D": 65}, pytest.param({"T": 63, "D": 67, "E": 71, "H": 2}, marks=pytest.mark.slow)],
+    [
+        {"T": 67},
+        {"T": 65, "D": 65},
+        {"T": 65, "D": 192},
+        pytest.param({"T": 63, "D": 67, "E": 71, "H": 2}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_bfloat16(sizes: dict, delta: bool) -> None:

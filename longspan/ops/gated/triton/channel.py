@@ -115,9 +115,33 @@ def _left(T, i_0, S: tl.constexpr):
 
 
 @triton.jit
+def _channels(p_x, stride, rows, i_d, WIDTH: tl.constexpr, S: tl.constexpr):
+    """Pointers and mask of the (C, WIDTH) block at p_x, the i_d-th of D channels; the last blocks may have none."""
+    i_t, i_c = tl.arange(0, S.C), tl.arange(0, WIDTH)
+    m_x = (i_t < rows)[:, None]
+    if S.D < S.BD:
+        m_x = m_x & (i_c < S.D - i_d * WIDTH)[None, :]
+    return p_x + i_t[:, None] * stride + i_c[None, :], m_x
+
+
+@triton.jit
+def _load_tile(p_x, stride, rows, i_d, S: tl.constexpr):
+    """The (C, BK) block at p_x, the i_d-th of D channels; zeros where there is none."""
+    p_x, m_x = _channels(p_x, stride, rows, i_d, S.BK, S)
+    return tl.load(p_x, mask=m_x, other=0.0)
+
+
+@triton.jit
+def _store_tile(p_x, stride, rows, b_x, i_d, S: tl.constexpr):
+    """Store what `_load_tile` loads."""
+    p_x, m_x = _channels(p_x, stride, rows, i_d, S.BK, S)
+    tl.store(p_x, b_x.to(p_x.dtype.element_ty), mask=m_x)
+
+
+@triton.jit
 def _load_decay(p_decay, stride, rows, i_d, S: tl.constexpr):
     """log₂ α (C, BK) as `halves`."""
-    return halves(tl.maximum(load_rows(p_decay, stride, rows, S.D, S.C, S.BK, i_d), UNDERFLOW) * LOG2E, S)
+    return halves(tl.maximum(_load_tile(p_decay, stride, rows, i_d, S), UNDERFLOW) * LOG2E, S)
 
 
 @triton.jit
@@ -218,7 +242,7 @@ def _runs(p_x, stride, rows, i_d, S: tl.constexpr):
     i_t = (tl.arange(0, S.C // RUN)[:, None] * RUN + tl.arange(0, RUN)[None, :])[:, :, None]
     i_c = tl.arange(0, S.BK)[None, None, :]
     m_x = i_t < rows
-    if S.D % S.BK != 0:
+    if S.D < S.BD:
         m_x = m_x & (i_c < S.D - i_d * S.BK)
     return p_x + i_t * stride + i_c, m_x
 
@@ -248,10 +272,10 @@ def _write(p_v, p_beta, p_w, p_u, b_t, b_t_low, i_b, i_0, i_h, T, v, beta, S: tl
     b_beta = _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S)[:, None]
     for i_d in range(S.BD // S.BK):
         p_row = p_w + i_row * S.D + i_d * S.BK
-        b_k = load_rows(p_row, S.HKV * S.D, rows, S.D, S.C, S.BK, i_d)
+        b_k = _load_tile(p_row, S.HKV * S.D, rows, i_d, S)
         b_high, b_low = halves(b_k * -b_beta, S)
         b_w = halves_dot(b_t, b_t_low, b_high, b_low, zeros(S.C, S.BK), S)
-        store_rows(p_row, S.HKV * S.D, rows, b_w, S.D, S.C, S.BK, i_d)
+        _store_tile(p_row, S.HKV * S.D, rows, b_w, i_d, S)
     for i_e in range(S.TILES):
         b_v = load_rows(token_pointer(p_v, v, i_b, i_0, i_h, i_e * S.BE), v.t, rows, S.E, S.C, S.BE, i_e)
         b_high, b_low = halves(b_v * b_beta, S)
@@ -275,7 +299,7 @@ def _write_mild(p_v, p_beta, p_w, p_u, b_t, i_b, i_0, i_h, T, v, beta, S: tl.con
         key = i < TILES
         c = tl.where(key, i, i - TILES) * S.BK
         m_x = i_t < rows
-        if S.D % S.BK != 0 or S.E % S.BE != 0:
+        if S.D < S.BD or S.E % S.BE != 0:
             m_x = m_x & (i_c < tl.where(key, S.D, S.E) - c)
         p_x = tl.where(key, p_w, p_v) + c + i_t * tl.where(key, S.HKV * S.D, v.t) + i_c
         b_x = tl.dot(b_t, tl.load(p_x, mask=m_x, other=0.0))
@@ -424,17 +448,17 @@ def _rows(
     b_pair, b_l, b_own = zeros(S.C, S.C), zeros(S.C, S.C), zeros(S.C)
     for i_d in range(S.BD // S.BK):
         c = i_d * S.BK
-        b_q = load_rows(p_q + c, q.t, rows, S.D, S.C, S.BK, i_d)
-        b_k = load_rows(p_k + c, k.t, rows, S.D, S.C, S.BK, i_d)
+        b_q = _load_tile(p_q + c, q.t, rows, i_d, S)
+        b_k = _load_tile(p_k + c, k.t, rows, i_d, S)
         b_high, b_low = _load_decay(p_decay + c, decay.t, rows, i_d, S)
         b_own += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
         b_start = _decay(i_t[None, :] <= i_t[:, None], b_high, b_low, S)
-        store_rows(p_q_in + c, S.H * S.D, rows, b_q * b_start * scale, S.D, S.C, S.BK, i_d)
+        _store_tile(p_q_in + c, S.H * S.D, rows, b_q * b_start * scale, i_d, S)
         if own:
             b_end = _decay(i_t[None, :] > i_t[:, None], b_high, b_low, S)
-            store_rows(p_k_out + i_row + c, S.HKV * S.D, rows, b_k * b_end, S.D, S.C, S.BK, i_d)
+            _store_tile(p_k_out + i_row + c, S.HKV * S.D, rows, b_k * b_end, i_d, S)
             if S.DELTA:
-                store_rows(p_w + i_row + c, S.HKV * S.D, rows, b_k * b_start, S.D, S.C, S.BK, i_d)
+                _store_tile(p_w + i_row + c, S.HKV * S.D, rows, b_k * b_start, i_d, S)
             if not BACKWARD:
                 b_last = tl.sum(tl.where((i_t == S.C - 1)[:, None], b_start, 0.0), 0)
                 b_one = tl.full((S.BK,), 1.0, tl.float32)
@@ -442,8 +466,8 @@ def _rows(
         if not BACKWARD:
             for level in range(S.LEVELS):
                 b_high, b_low = _load_decay(p_decay + c, decay.t, rows, i_d, S)
-                b_q = load_rows(p_q + c, q.t, rows, S.D, S.C, S.BK, i_d)
-                b_k = load_rows(p_k + c, k.t, rows, S.D, S.C, S.BK, i_d)
+                b_q = _load_tile(p_q + c, q.t, rows, i_d, S)
+                b_k = _load_tile(p_k + c, k.t, rows, i_d, S)
                 b_x = _decay(_between(i_t, level), b_high, b_low, S)
                 b_column = (b_k * b_x).to(S.DOT)
                 m_pairs = _pairs(i_t, level)
@@ -510,7 +534,8 @@ def _load_state(p_state, i_x, i_d, i_e, S: tl.constexpr):
 @triton.jit
 def _load_channels(p_x, i_row, heads, rows, i_d, S: tl.constexpr):
     """Rows (C, BS) of a chunk that begins in row i_row of a contiguous tensor (B, T, heads, D)."""
-    return load_rows(p_x + i_row * S.D + i_d * S.BS, heads * S.D, rows, S.D, S.C, S.BS, i_d)
+    p_x, m_x = _channels(p_x + i_row * S.D + i_d * S.BS, heads * S.D, rows, i_d, S.BS, S)
+    return tl.load(p_x, mask=m_x, other=0.0)
 
 
 @triton.jit
@@ -749,16 +774,16 @@ def gated_channel_mild_backward_kernel(
             b_d_k_row = _add_dot(_load_written(p_z, i_b, i_0, i_kv, i_e, T, S), tl.trans(b_s), b_d_k_row, S)
         b_d_last += tl.sum(b_s.to(tl.float32) * b_d_s.to(tl.float32), 1)
     b_p = tl.load(p_d_pair)
-    b_x = _from_middle(load_rows(p_decay, decay.t, rows, S.D, S.C, S.BK, i_d) * LOG2E, b_d_row, S)
-    b_k = load_rows(token_pointer(p_k, k, i_b, i_0, i_kv, c), k.t, rows, S.D, S.C, S.BK, i_d)
-    b_q = load_rows(token_pointer(p_q, q, i_b, i_0, i_h, c), q.t, rows, S.D, S.C, S.BK, i_d)
+    b_x = _from_middle(_load_tile(p_decay, decay.t, rows, i_d, S) * LOG2E, b_d_row, S)
+    b_k = _load_tile(token_pointer(p_k, k, i_b, i_0, i_kv, c), k.t, rows, i_d, S)
+    b_q = _load_tile(token_pointer(p_q, q, i_b, i_0, i_h, c), q.t, rows, i_d, S)
     b_x_row, b_x_column = exp2(b_x), exp2(-b_x)
     # Rounded as in the products, so that pairs cancel in dg.
     b_row, b_column = (b_q * b_x_row).to(S.DOT), (b_k * b_x_column).to(S.DOT)
 
     b_sum = _add_dot(b_p, b_column, b_d_row * scale, S)
     b_d_g = b_row * b_sum
-    store_rows(p_d_q + i_row, S.H * S.D, rows, b_sum * b_x_row, S.D, S.C, S.BK, i_d)
+    _store_tile(p_d_q + i_row, S.H * S.D, rows, b_sum * b_x_row, i_d, S)
 
     b_sum = b_d_column * own
     b_d_last = b_d_last * own + tl.sum(b_column * b_sum, 0)
@@ -779,11 +804,11 @@ def gated_channel_mild_backward_kernel(
             i_beta = i_d.to(tl.int64) * (tl.num_programs(0) // chunks) * T + (i_b * T + i_0) * S.H + i_h + i_t * S.H
             b_beta = _not_zero(_load_beta(p_beta, beta, i_b, i_0, i_kv, rows, S))
             tl.store(p_d_beta + i_beta, tl.sum(b_sum, 1) / b_beta, mask=i_t < rows)
-    store_rows(p_d_k + i_row, S.H * S.D, rows, b_d_k, S.D, S.C, S.BK, i_d)
+    _store_tile(p_d_k + i_row, S.H * S.D, rows, b_d_k, i_d, S)
     b_high, b_low = halves(b_d_g, S)
     b_m = same_layout(tl.where(i_t[None, :] >= i_t[:, None], 1.0, zeros(S.C, S.C)), b_d_g)
     b_d_g = _dot_halves(b_m, b_high, b_low, zeros(S.C, S.BK), S) + b_d_last[None, :]
-    store_rows(p_d_decay + i_row, S.H * S.D, rows, b_d_g, S.D, S.C, S.BK, i_d)
+    _store_tile(p_d_decay + i_row, S.H * S.D, rows, b_d_g, i_d, S)
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "scale", "programs"])
@@ -833,8 +858,8 @@ def _gradients(
     p_decay = token_pointer(p_decay, decay, i_b, i_0, i_kv, c)
     p_d_pair += _square((i_b * S.H + i_h) * chunks + i_c, S)
     p_d_l += _square(i_y, S)
-    b_q = load_rows(p_q, q.t, rows, S.D, S.C, S.BK, i_d)
-    b_k = load_rows(p_k, k.t, rows, S.D, S.C, S.BK, i_d)
+    b_q = _load_tile(p_q, q.t, rows, i_d, S)
+    b_k = _load_tile(p_k, k.t, rows, i_d, S)
     b_high, b_low = _load_decay(p_decay, decay.t, rows, i_d, S)
     b_start = _decay(i_t[None, :] <= i_t[:, None], b_high, b_low, S)
     b_d_last *= tl.sum(tl.where((i_t == S.C - 1)[:, None], b_start, 0.0), 0) * own
@@ -850,8 +875,8 @@ def _gradients(
         # What is loaded again comes from the cache, and frees registers.
         b_high, b_low = _load_decay(p_decay, decay.t, rows, i_d, S)
         b_x = _decay(_between(i_t, level), b_high, b_low, S)
-        b_q = load_rows(p_q, q.t, rows, S.D, S.C, S.BK, i_d)
-        b_k = load_rows(p_k, k.t, rows, S.D, S.C, S.BK, i_d)
+        b_q = _load_tile(p_q, q.t, rows, i_d, S)
+        b_k = _load_tile(p_k, k.t, rows, i_d, S)
         b_column = (b_k * b_x).to(S.DOT)
         m_pairs = _pairs(i_t, level)
         b_p = tl.load(p_d_pair, mask=m_pairs, other=0.0)
@@ -862,10 +887,10 @@ def _gradients(
             b_d_row += b_x * _dot(b_p, b_column, S)
             b_sum = _add_dot(tl.trans(b_p), b_column, b_sum, S)
         b_d_column += b_x * b_sum
-    b_q = load_rows(p_q, q.t, rows, S.D, S.C, S.BK, i_d)
-    b_k = load_rows(p_k, k.t, rows, S.D, S.C, S.BK, i_d)
+    b_q = _load_tile(p_q, q.t, rows, i_d, S)
+    b_k = _load_tile(p_k, k.t, rows, i_d, S)
     i_row = ((i_b * T + i_0) * S.H + i_h) * S.D + c
-    store_rows(p_d_q + i_row, S.H * S.D, rows, b_d_q, S.D, S.C, S.BK, i_d)
+    _store_tile(p_d_q + i_row, S.H * S.D, rows, b_d_q, i_d, S)
     b_d_g = b_q * b_d_q - b_k * b_d_column
     if S.DELTA:
         if S.SCALED:
@@ -874,10 +899,10 @@ def _gradients(
             tl.store(p_d_beta + i_beta, tl.sum(b_k * b_d_row, 1) / b_beta, mask=i_t < rows)
         b_d_g += b_k * b_d_row
         b_d_column += b_d_row
-    store_rows(p_d_k + i_row, S.H * S.D, rows, b_d_column, S.D, S.C, S.BK, i_d)
+    _store_tile(p_d_k + i_row, S.H * S.D, rows, b_d_column, i_d, S)
     b_d_g += tl.where((i_t == S.C - 1)[:, None], b_d_last[None, :], 0.0)
     b_d_g = tl.cumsum(b_d_g, 0, reverse=True)
-    store_rows(p_d_decay + i_row, S.H * S.D, rows, b_d_g, S.D, S.C, S.BK, i_d)
+    _store_tile(p_d_decay + i_row, S.H * S.D, rows, b_d_g, i_d, S)
 
 
 def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = True) -> tuple[Tensor, Tensor, Tensor]:

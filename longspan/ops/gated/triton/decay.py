@@ -115,14 +115,26 @@ def _pointer(p_x, x, STRIDE: tl.constexpr, i_b, i_0, i_h, column=0):
 
 
 @triton.jit
-def _load(p_x, STRIDE: tl.constexpr, left, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr):
-    """The (C, BLOCK) block at p_x, of which `left` rows and `columns` columns exist; zeros elsewhere."""
+def _load(
+    p_x,
+    STRIDE: tl.constexpr,
+    left,
+    columns,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    S: tl.constexpr,
+    TILES: tl.constexpr = 1,
+):
+    """The (C, BLOCK) block at p_x, of which `left` rows and `columns` columns exist; zeros elsewhere.
+
+    WIDTH: The columns of all TILES blocks; the last blocks may have none.
+    """
     i_t, i_d = tl.arange(0, S.C), tl.arange(0, BLOCK)
     p_x += i_t[:, None] * STRIDE + i_d[None, :]
-    if S.FULL and WIDTH % BLOCK == 0:
+    if S.FULL and WIDTH == BLOCK * TILES:
         return tl.load(p_x)
     m_x = (i_t < left)[:, None]
-    if WIDTH % BLOCK != 0:
+    if WIDTH != BLOCK * TILES:
         m_x = m_x & (i_d < columns)[None, :]
     return tl.load(p_x, mask=m_x, other=0.0)
 
@@ -133,7 +145,7 @@ def _store(p_x, STRIDE: tl.constexpr, left, columns, b_x, S: tl.constexpr):
     i_t, i_v = tl.arange(0, S.C), tl.arange(0, S.BV)
     p_x += i_t[:, None] * STRIDE + i_v[None, :]
     b_x = b_x.to(p_x.dtype.element_ty)
-    if S.FULL and S.V % S.BV == 0:
+    if S.FULL and S.V == S.BV * S.TILES:
         tl.store(p_x, b_x)
     else:
         tl.store(p_x, b_x, mask=(i_t < left)[:, None] & (i_v < columns)[None, :])
@@ -213,7 +225,7 @@ def _put(p_out, p_x, p_rows, b_o, p_gates, x, g, left, columns, STRIDE: tl.const
     """Store a chunk's results, transposed (BV, C), of query head g, and if ROWS their products with x by row."""
     b_o = tl.trans(b_o)
     if S.ROWS:
-        b_x = _load(p_x + g * x.h, S.STRIDE_X, left, columns, S.V, S.BV, S)
+        b_x = _load(p_x + g * x.h, S.STRIDE_X, left, columns, S.V, S.BV, S, S.TILES)
         tl.store(p_rows + g * S.C + tl.arange(0, S.C), tl.sum(b_o * b_x.to(tl.float32), 1))
     if S.LAST_BETA:
         b_o *= tl.load(p_gates + 6 * S.C + tl.arange(0, S.C))[:, None]
@@ -286,7 +298,7 @@ def gated_decay_walk_kernel(
                 _store_check(p_checks, i_check + (done - 1) // S.CHECK * S.TILES, b_s, S)
         if S.READ and not S.BACK:
             b_b = _load(p_b, S.STRIDE_B, left, S.A, S.A, S.BA, S)
-            b_c = _load(p_c, S.STRIDE_C, left, columns, S.V, S.BV, S)
+            b_c = _load(p_c, S.STRIDE_C, left, columns, S.V, S.BV, S, S.TILES)
             b_high, b_low = _halves(b_s, S)
             for g in range(ROWS):
                 b_a = _load(p_a + g * a.h, S.STRIDE_A, left, S.A, S.A, S.BA, S)
@@ -306,7 +318,7 @@ def gated_decay_walk_kernel(
                 b_s *= exp2(last)
             for g in range(COLUMNS):
                 b_b = _load(p_b + g * b.h, S.STRIDE_B, left, S.A, S.A, S.BA, S)
-                b_c = _load(p_c + g * c.h, S.STRIDE_C, left, columns, S.V, S.BV, S)
+                b_c = _load(p_c + g * c.h, S.STRIDE_C, left, columns, S.V, S.BV, S, S.TILES)
                 if S.READ:
                     b_p = _see(b_a, b_b, p_gates, scale, S, PRECISION)
                     b_o = add(b_o, product(tl.trans(b_c.to(S.DOT)), tl.trans(b_p), PRECISION))
