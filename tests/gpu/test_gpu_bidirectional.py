@@ -25,7 +25,7 @@ FAVOR = {"feature_map": "favor", "D": 64, "E": 64, "num_features": 256}
 
 CASES = [
     *(Case(T=67, S=S, D=16, E=16, feature_map=map) for S in (2, 63, 64, 65, 1031) for map in ("elu", "softmax")),
-    *(Case(**LARGE, D=dim, E=dim, normalize=n) for dim in (32, 64, 128, 256) for n in ("query", "feature")),
+    *(Case(**LARGE, D=dim, E=dim, normalize=n) for dim in (32, 64, 96, 128, 192, 256) for n in ("query", "feature")),
     *(Case(**LARGE, D=64, E=64, feature_map=map, normalize=n) for map in ("elu", "relu") for n in ("feature", "none")),
     Case(T=517, S=517, D=64, E=64, mask=True),
     Case(T=517, S=300, D=64, E=64, mask=True, normalize="feature", feature_map="relu"),

@@ -33,6 +33,7 @@ CASES = [
     Case(T=3, S=300, B=1, H=2, Hkv=1, D=16, E=16),
     Case(T=3, S=5, B=1, H=1, Hkv=1, D=130, E=70),
     Case(T=5, S=3, B=1, H=2, Hkv=1, D=20, E=140, feature_map="elu", normalize="feature"),
+    Case(T=5, S=37, B=1, H=2, Hkv=2, D=96, E=96, feature_map="elu"),  # tiles of 32 values: the fourth has none
 ]
 # Blocks of bfloat16 are padded to 64, and slow here: one head, all that differs, and every other of the rest.
 BFLOAT16 = [
@@ -52,6 +53,7 @@ BFLOAT16 += [
     Case(B=1, H=1, Hkv=1, feature_map="favor", num_features=19, size=3, epsilon=1e-4),
     Case(B=1, H=1, Hkv=1, D=16, feature_map="favor", num_features=19, size=3, epsilon=1e-2),
     Case(B=1, H=1, Hkv=1, **TILED, num_features=70, size=3),
+    Case(T=5, S=7, B=1, H=2, Hkv=2, D=192, E=192, feature_map="elu"),  # of four tiles of values the last has none
 ]
 
 

@@ -23,7 +23,7 @@ CASES = [
     Channel(T=33, H=2, delta=True, forgets=EXTREMES),
     Channel(T=32, beta=False, delta=True, state=False),
     # Of four tiles of 16 channels the last has none.
-    *(Channel(T=33, H=2, Hkv=2, D=48, delta=delta) for delta in (False, True)),
+    *(Channel(T=33, D=48, delta=delta) for delta in (False, True)),
 ]
 
 

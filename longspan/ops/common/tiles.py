@@ -94,36 +94,45 @@ def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr = 0):
 
 
 @triton.jit
-def _block(p_x, stride, m_t, i_x, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Pointers and mask of the (C, BLOCK) block at p_x: rows where m_t holds, columns i_x · BLOCK on, below SIZE."""
+def _block(p_x, stride, m_t, i_x, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr = 1):
+    """Pointers and mask of the (C, BLOCK) block at p_x: rows where m_t holds, columns i_x · BLOCK on, below SIZE.
+
+    TILES: The number of blocks, the last of which may have no columns: 192 padded to 256 are three of 64 and one of 0.
+    """
     i_t, i_d = tl.arange(0, C), tl.arange(0, BLOCK)
     m_x = m_t[:, None]
-    if SIZE % BLOCK != 0:
+    if SIZE % BLOCK != 0 or SIZE < BLOCK * TILES:
         m_x = m_x & (i_d < SIZE - i_x * BLOCK)[None, :]
     return p_x + i_t[:, None] * stride + i_d[None, :], m_x
 
 
 @triton.jit
-def load_block(p_x, stride, m_t, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, i_x=0):
+def load_block(
+    p_x, stride, m_t, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, i_x=0, TILES: tl.constexpr = 1
+):
     """Load the (C, BLOCK) block at p_x, the i_x-th of SIZE columns, in rows where m_t holds; zeros elsewhere."""
-    p_x, m_x = _block(p_x, stride, m_t, i_x, SIZE, C, BLOCK)
+    p_x, m_x = _block(p_x, stride, m_t, i_x, SIZE, C, BLOCK, TILES)
     return tl.load(p_x, mask=m_x, other=0.0)
 
 
 @triton.jit
-def store_block(p_x, stride, m_t, b_x, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, i_x=0):
+def store_block(
+    p_x, stride, m_t, b_x, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, i_x=0, TILES: tl.constexpr = 1
+):
     """Store what `load_block` loads."""
-    p_x, m_x = _block(p_x, stride, m_t, i_x, SIZE, C, BLOCK)
+    p_x, m_x = _block(p_x, stride, m_t, i_x, SIZE, C, BLOCK, TILES)
     tl.store(p_x, b_x.to(p_x.dtype.element_ty), mask=m_x)
 
 
 @triton.jit
-def load_rows(p_x, stride, rows, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, i_x=0):
+def load_rows(
+    p_x, stride, rows, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, i_x=0, TILES: tl.constexpr = 1
+):
     """`load_block` of the first `rows` rows, or of all of them without a mask if `rows` is None."""
     i_t = tl.arange(0, C)
-    if rows is None and SIZE % BLOCK == 0:
+    if rows is None and SIZE % BLOCK == 0 and SIZE >= BLOCK * TILES:
         return tl.load(p_x + (i_t[:, None] * stride + tl.arange(0, BLOCK)[None, :]))
-    return load_block(p_x, stride, i_t >= 0 if rows is None else i_t < rows, SIZE, C, BLOCK, i_x)
+    return load_block(p_x, stride, i_t >= 0 if rows is None else i_t < rows, SIZE, C, BLOCK, i_x, TILES)
 
 
 @triton.jit
@@ -164,14 +173,16 @@ def reload_rows(p_x, stride, rows, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def store_rows(p_x, stride, rows, b_x, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, i_x=0):
+def store_rows(
+    p_x, stride, rows, b_x, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, i_x=0, TILES: tl.constexpr = 1
+):
     """Store what `load_rows` loads."""
     i_t = tl.arange(0, C)
-    if rows is None and SIZE % BLOCK == 0:
+    if rows is None and SIZE % BLOCK == 0 and SIZE >= BLOCK * TILES:
         p_x += i_t[:, None] * stride + tl.arange(0, BLOCK)[None, :]
         tl.store(p_x, b_x.to(p_x.dtype.element_ty))
     else:
-        store_block(p_x, stride, i_t >= 0 if rows is None else i_t < rows, b_x, SIZE, C, BLOCK, i_x)
+        store_block(p_x, stride, i_t >= 0 if rows is None else i_t < rows, b_x, SIZE, C, BLOCK, i_x, TILES)
 
 
 @triton.jit

@@ -115,27 +115,15 @@ def _left(T, i_0, S: tl.constexpr):
 
 
 @triton.jit
-def _channels(p_x, stride, rows, i_d, WIDTH: tl.constexpr, S: tl.constexpr):
-    """Pointers and mask of the (C, WIDTH) block at p_x, the i_d-th of D channels; the last blocks may have none."""
-    i_t, i_c = tl.arange(0, S.C), tl.arange(0, WIDTH)
-    m_x = (i_t < rows)[:, None]
-    if S.D < S.BD:
-        m_x = m_x & (i_c < S.D - i_d * WIDTH)[None, :]
-    return p_x + i_t[:, None] * stride + i_c[None, :], m_x
-
-
-@triton.jit
 def _load_tile(p_x, stride, rows, i_d, S: tl.constexpr):
-    """The (C, BK) block at p_x, the i_d-th of D channels; zeros where there is none."""
-    p_x, m_x = _channels(p_x, stride, rows, i_d, S.BK, S)
-    return tl.load(p_x, mask=m_x, other=0.0)
+    """The i_d-th BK of D channels (C, BK), at p_x; zeros where there are none."""
+    return load_rows(p_x, stride, rows, S.D, S.C, S.BK, i_d, S.BD // S.BK)
 
 
 @triton.jit
 def _store_tile(p_x, stride, rows, b_x, i_d, S: tl.constexpr):
     """Store what `_load_tile` loads."""
-    p_x, m_x = _channels(p_x, stride, rows, i_d, S.BK, S)
-    tl.store(p_x, b_x.to(p_x.dtype.element_ty), mask=m_x)
+    store_rows(p_x, stride, rows, b_x, S.D, S.C, S.BK, i_d, S.BD // S.BK)
 
 
 @triton.jit
@@ -534,8 +522,8 @@ def _load_state(p_state, i_x, i_d, i_e, S: tl.constexpr):
 @triton.jit
 def _load_channels(p_x, i_row, heads, rows, i_d, S: tl.constexpr):
     """Rows (C, BS) of a chunk that begins in row i_row of a contiguous tensor (B, T, heads, D)."""
-    p_x, m_x = _channels(p_x + i_row * S.D + i_d * S.BS, heads * S.D, rows, i_d, S.BS, S)
-    return tl.load(p_x, mask=m_x, other=0.0)
+    p_x += i_row * S.D + i_d * S.BS
+    return load_rows(p_x, heads * S.D, rows, S.D, S.C, S.BS, i_d, S.BD // S.BS)
 
 
 @triton.jit

@@ -355,7 +355,7 @@ def linear_bidirectional_forward_sums_kernel(
     for _ in range(tl.cdiv(tl.minimum(rows, length), S.C)):
         m_t = visible_rows(p_mask, rows, S)
         b_k = load_block(p_k, k.t, m_t, S.D, S.C, S.BD)
-        b_v = load_block(p_v, v.t, m_t, S.E, S.C, S.BE, i_e).to(S.DOT)
+        b_v = load_block(p_v, v.t, m_t, S.E, S.C, S.BE, i_e, S.TILES).to(S.DOT)
         b_f = project_transposed(b_k, b_weight, b_low, S)
         if S.EXPONENTIAL:
             b_f = to_logits(b_f, S)
@@ -477,7 +477,7 @@ def linear_bidirectional_forward_kernel(
                 tl.store(p_scale + i_row + i_t * S.H, b_scale, mask=m_t)
         if TRANSPOSED:
             b_out = tl.trans(b_out)
-        store_block(p_out + i_row * S.E + i_e * S.BE, S.H * S.E, m_t, b_out, S.E, S.C, S.BE, i_e)
+        store_block(p_out + i_row * S.E + i_e * S.BE, S.H * S.E, m_t, b_out, S.E, S.C, S.BE, i_e, S.TILES)
         p_q += S.C * q.t
         i_row += S.C * S.H
         rows -= S.C
@@ -513,7 +513,7 @@ def linear_bidirectional_backward_queries_kernel(
     for _ in range(tl.cdiv(tl.minimum(rows, length), S.C)):
         m_t = i_t < rows
         b_q = load_block(p_q, q.t, m_t, S.D, S.C, S.BD)
-        b_d_out = load_block(p_d_out, d_out.t, m_t, S.E, S.C, S.BE, i_e).to(S.DOT)
+        b_d_out = load_block(p_d_out, d_out.t, m_t, S.E, S.C, S.BE, i_e, S.TILES).to(S.DOT)
         b_x = project_transposed(b_q, b_weight, b_low, S)
         if S.EXPONENTIAL:
             b_scale = tl.load(p_scale + i_row + i_t * S.H, mask=m_t, other=-FLOOR)
@@ -537,7 +537,7 @@ def linear_bidirectional_backward_queries_kernel(
             for i in range(S.TILES):
                 if S.TILES > 1:
                     b_kv, b_kv_low = load_sums(p_kv + i * S.BE, i_x, S)
-                    b_d_out = load_block(p_d_out + i * S.BE, d_out.t, m_t, S.E, S.C, S.BE, i).to(S.DOT)
+                    b_d_out = load_block(p_d_out + i * S.BE, d_out.t, m_t, S.E, S.C, S.BE, i, S.TILES).to(S.DOT)
                 b_g = times_sums(b_kv, b_kv_low, b_d_out, b_g, S)
             if S.DIVIDE:
                 b_delta = tl.sum(b_p * b_g, 0)
@@ -638,7 +638,7 @@ def linear_bidirectional_backward_keys_kernel(
         b_g = zeros(S.BM, S.C)
         for i in range(S.TILES):
             p_tile = p_d_v + i_row * S.E + i * S.BE
-            b_v = load_block(p_v + i * S.BE, v.t, m_t, S.E, S.C, S.BE, i).to(S.DOT)
+            b_v = load_block(p_v + i * S.BE, v.t, m_t, S.E, S.C, S.BE, i, S.TILES).to(S.DOT)
             if S.TILES > 1:
                 b_d_kv, b_d_kv_low = load_sums(p_d_kv + i * S.BE, i_x, S)
             if S.FEATURE and tl.float32 == S.DOT:
@@ -647,7 +647,7 @@ def linear_bidirectional_backward_keys_kernel(
                 b_v -= tl.load(p_kv + i_x * (S.BM * S.BE * S.TILES) + i * S.BE + tl.arange(0, S.BE))[None, :]
             b_g = times_sums(b_d_kv, b_d_kv_low, b_v, b_g, S)
             b_d_v = product(tl.trans(b_d_kv), b_rounded, PRECISION)
-            store_block(p_tile, S.HKV * S.E, m_exists, tl.trans(b_d_v), S.E, S.C, S.BE, i)
+            store_block(p_tile, S.HKV * S.E, m_exists, tl.trans(b_d_v), S.E, S.C, S.BE, i, S.TILES)
         b_g += b_d_z[:, None]
         if S.EXPONENTIAL:
             b_g *= b_f
