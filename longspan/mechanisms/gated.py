@@ -197,7 +197,7 @@ class GatedMechanism(Mechanism):
 
     def _read_memory(self, state: State, queries: Tensor) -> Tensor:
         assert isinstance(state, GatedState)
-        rows = queries.unflatten(2, (self.num_kv_heads, -1))
+        rows = queries.to(state.kv.dtype).unflatten(2, (self.num_kv_heads, -1))
         return torch.einsum("bthgd,bhde->bthge", rows, state.kv).flatten(2, 3)
 
     def _extend(

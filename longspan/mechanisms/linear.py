@@ -398,13 +398,13 @@ class LinearAttention(Mechanism):
         def finish(past: State) -> Tensor:
             # Normalized attention to two sets of keys is the mean of both, weighted by their normalizers.
             assert isinstance(past, LinearState)
-            theirs = attend_sums(query, Sums(past.z[..., None], past.z, past.shift), "none")
+            theirs = attend_sums(query.to(past.z.dtype), Sums(past.z[..., None], past.z, past.shift), "none")
             mine = mass
             if scale is not None:
                 before = past.shift[:, None].repeat_interleave(q.shape[2] // k.shape[2], 2)[..., None]
                 common = torch.maximum(scale, before)
                 mine, theirs = mine * (scale - common).exp(), theirs * (before - common).exp()
-            read = self._from_sums(q.to(out.dtype), past.sums, None)
+            read = self._from_sums(q.to(past.kv.dtype), past.sums, None)
             weights = safe_divide(torch.cat([mine, theirs], -1), mine + theirs, phi.log_largest)
             return (weights[..., :1] * out + weights[..., 1:] * read).to(q.dtype)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from longspan import Mechanism, Packing, build_mechanism
 from longspan.ops.linear.torch import MAPS
 from longspan.testing import LAWS
+from longspan.testing.compare import draw_inputs, tokens, without_queries
 from longspan.testing.laws import Build
 
 F32, F64 = torch.float32, torch.float64
@@ -243,6 +244,11 @@ STATES: dict[str, dict[str, Any]] = {
     "linformer": {},
     "split": {"parts": [{"mechanism": "softmax", "num_heads": 1}, {"mechanism": "local", "num_heads": 2, "window": 4}]},
 }
+GATED_STATES: dict[str, dict[str, Any]] = {
+    "decay": {"gate": "channel"},
+    "delta": {},
+    "mixture": {"window": 3, "memory": "delta"},
+}
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -265,24 +271,25 @@ def test_float64_inputs_need_a_float64_state(name: str) -> None:
 
 @pytest.mark.parametrize("max_length", [None, 17])
 @pytest.mark.parametrize("dtypes", [(F32, torch.float16), (F32, torch.bfloat16), (F64, F32)], ids=str)
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", [*STATES, *GATED_STATES])
 def test_a_state_takes_narrower_inputs(
     name: str, dtypes: tuple[torch.dtype, torch.dtype], max_length: int | None
 ) -> None:
     wide, narrow = dtypes
-    m = builder(name, 5, **STATES[name])(wide)
-    q, k, v = (torch.randn(1, 11, 3, dim).to(narrow) for dim in (5, 5, 7))
-    expected = m(*(x.to(wide) for x in (q, k, v)), causal=True)
+    m = builder(name, 5, **(STATES | GATED_STATES)[name])(wide)
+    x = draw_inputs(m, 1, 11, dtype=narrow)
+    expected = m(**{key: y.to(wide) for key, y in x.items()}, causal=True)
     state = m.new_state(1, max_length=max_length, dtype=wide)
     with torch.no_grad():
-        early, state = m.extend(state, *(x[:, :7] for x in (q, k, v)))
-        token, state = m.step(state, *(x[:, 7:8] for x in (q, k, v)))
-        state = m.write(state, k[:, 8:10], v[:, 8:10])
-        late = m.read(state, q[:, 9:10]), m(*(x[:, 10:] for x in (q, k, v)), causal=True, past=state)
-        decoded, _ = m.decode_step(m.decode_state(state, narrow), *(x[:, 10:] for x in (q, k, v)))
-    out = torch.cat([early, token, *late, decoded], 1)
+        early, state = m.extend(state, **tokens(x, 0, 7))
+        token, state = m.step(state, **tokens(x, 7, 8))
+        state = m.write(state, **without_queries(tokens(x, 8, 10)))
+        late = m.read(state, x["q"][:, 9:10]), m(**tokens(x, 10), causal=True, past=state)
+        deferred = m.defer(**tokens(x, 10), start=state.end)(state)
+        decoded, _ = m.decode_step(m.decode_state(state, narrow), **tokens(x, 10))
+    out = torch.cat([early, token, *late, deferred, decoded], 1)
     assert out.dtype == narrow
-    wanted = expected[:, [*range(8), 9, 10, 10]]
+    wanted = expected[:, [*range(8), 9, 10, 10, 10]]
     torch.testing.assert_close(out.to(wide), wanted, atol=4 * torch.finfo(narrow).eps, rtol=4 * torch.finfo(narrow).eps)
 
 

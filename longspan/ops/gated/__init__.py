@@ -16,7 +16,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from torch import Tensor, float32, float64
+from torch import Tensor, float32
 from torch.compiler import is_exporting
 
 from longspan.ops.common import dispatch
@@ -81,7 +81,7 @@ def gated_linear(
         beta: The strength of a write, (B, T, Hkv) in the dtype of log_decay; None for 1.
         delta: Whether to follow the delta rule.
         scale: Factor of the queries.
-        state: (B, Hkv, D, E) before the first token, in the dtype of log_decay; zeros unless given.
+        state: (B, Hkv, D, E) before the first token, in the dtype of log_decay or wider; zeros unless given.
 
     Returns:
         The outputs (B, T, H, E) in the dtype of v, and the state after the last token.
@@ -170,7 +170,7 @@ class _GatedLinear(DifferentiableOp):
     def fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         x, problem = _problem(args)
         (B, _, Hkv, D), E = x.k.shape, x.v.shape[3]
-        state = x.k.new_empty(B, Hkv, D, E, dtype=float64 if x.k.dtype == float64 else float32)
+        state = x.k.new_empty(B, Hkv, D, E, dtype=torch_chunk.state_dtype(x))
         if problem.algorithm == "torch":
             starts = torch_chunk.new_starts(x)
         elif dispatch.recording is not None:  # The kernels are not launched.

@@ -67,7 +67,7 @@ def new_starts(x: GatedInputs) -> Tensor:
     """Return a buffer for the states (B Hkv, D, E) before each span, possibly too many."""
     B, Hkv = _heads(x)
     most = x.k.shape[1] // (CHUNK * GROUP) + 2
-    return x.k.new_zeros(most, B * Hkv, x.k.shape[3], x.v.shape[3], dtype=_dtype(x))
+    return x.k.new_zeros(most, B * Hkv, x.k.shape[3], x.v.shape[3], dtype=state_dtype(x))
 
 
 class _ScanGrads(NamedTuple):
@@ -315,7 +315,7 @@ def _spans(x: GatedInputs) -> list[_ChunkSpan]:
 def _rows(tensor: Tensor, span: _ChunkSpan, x: GatedInputs) -> Tensor:
     """(B, T, heads, ·) -> (B Hkv, N, R C, ·): the span's N chunks, with the R query heads of a key head as rows."""
     source = _by_chunks(tensor, span, x)
-    return source.to(_dtype(x)).reshape(source.shape[0] * source.shape[1], span.number, -1, source.shape[5])
+    return source.to(state_dtype(x)).reshape(source.shape[0] * source.shape[1], span.number, -1, source.shape[5])
 
 
 def _put(into: Tensor, rows: Tensor, span: _ChunkSpan, x: GatedInputs) -> None:
@@ -334,15 +334,17 @@ def _first_state(x: GatedInputs) -> Tensor:
     if x.state is not None:
         return x.state.flatten(0, 1)
     B, Hkv = _heads(x)
-    return x.k.new_zeros(B * Hkv, x.k.shape[3], x.v.shape[3], dtype=_dtype(x))
+    return x.k.new_zeros(B * Hkv, x.k.shape[3], x.v.shape[3], dtype=state_dtype(x))
 
 
 def _heads(x: GatedInputs) -> tuple[int, int]:
     return x.k.shape[0], x.k.shape[2]
 
 
-def _dtype(x: GatedInputs) -> torch.dtype:
-    return torch.float64 if x.k.dtype == torch.float64 else torch.float32
+def state_dtype(x: GatedInputs) -> torch.dtype:
+    """Return the dtype of states and sums: that of a given state, which may be wider than the inputs."""
+    wide = x.k.dtype == torch.float64 or (x.state is not None and x.state.dtype == torch.float64)
+    return torch.float64 if wide else torch.float32
 
 
 def _solve_unit_lower(lower: Tensor, x: Tensor) -> Tensor:
