@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.layout import Packing, TokenLayout
+from longspan.layout import Packing, PaddedSpan, TokenLayout, length_buckets, repack
 from longspan.mechanisms import build_mechanism, find_mechanism
 from longspan.models.config import AttentionConfig, FeedForwardConfig
 from longspan.models.positions import Rotary
@@ -117,6 +117,22 @@ class ShortConvolution(nn.Module):
         for offset in range(1, self.size):
             total = total + shift_tokens(x, (offset,), layout, recent) * self.weight[offset]
         return F.silu(total)
+
+    def extend_packed(self, x: Tensor, packing: Packing, recent: Tensor) -> tuple[Tensor, Tensor]:
+        """Map packed sequences x (1, T, channels), each after its own row of `recent` (N, size − 1, channels).
+
+        Returns:
+            (1, T, channels), and the last tokens of each sequence.
+        """
+        outputs, after = [], recent
+        for bucket in (buckets := length_buckets(packing) if x.shape[1] else []):
+            (rows,), before = bucket.take(x[:, :, None]), recent[bucket.sequences]
+            # Not at the start of a sequence: zeros stand in `recent` where there is no token.
+            start = torch.full_like(bucket.sequences, self.size - 1)
+            layout = TokenLayout.of(rows, causal=True, key_mask=bucket.visible(), start=start)
+            outputs.append(self(rows[:, :, 0], layout, before)[:, :, None])
+            after = after.index_copy(0, bucket.sequences, latest_tokens(before, rows[:, :, 0], layout))
+        return repack(packing, buckets, outputs, x.shape[1])[:, :, 0] if buckets else x, after
 
     def step(self, x: Tensor, recent: Tensor) -> Tensor:
         """Map one token x (..., 1, channels), and append it to `recent` (..., size − 1, channels) in place."""
@@ -348,6 +364,8 @@ class Attention(nn.Module):
         if _layout is None:
             start = None if self.cross else state.end
             _layout = TokenLayout.of(x, causal=True, key_mask=key_mask, packing=packing, start=start)
+            if isinstance(state, ConvolutionState) and key_mask is not None and x.shape[1] > 0:
+                return self._extend_padded(x, state, PaddedSpan.of(key_mask))
         key_mask, packing = _layout.key_mask, _layout.packing
         x = _layout.zero_fill(x)
         if self.cross:
@@ -365,6 +383,14 @@ class Attention(nn.Module):
         else:
             out, inner = self.mechanism.extend(inner, q, k, v, gates=gates, key_mask=key_mask, packing=packing)
         return self._project_output(linear, out), self._with_recent(inner, recent)
+
+    def _extend_padded(self, x: Tensor, state: State, span: PaddedSpan) -> tuple[Tensor, State]:
+        """Extend with each row's tokens moved to slot 0, where a short convolution sees those of the state before."""
+        (rolled,) = span.roll(x[:, :, None])
+        filled = torch.arange(x.shape[1], device=x.device) < span.lengths[:, None]
+        layout = TokenLayout.of(x, causal=True, key_mask=filled, start=state.end)
+        out, state = self.extend(rolled[:, :, 0], state, _layout=layout)
+        return span.unroll(out[:, :, None])[:, :, 0], state
 
     def _with_recent(self, inner: State, recent: Tensor | None) -> State:
         """Return the layer's state, given that of the mechanism and the tokens that a short convolution sees next."""
@@ -558,10 +584,14 @@ class Attention(nn.Module):
         if self.conv is None:
             return self._rotate_queries(self._split_queries(q), layout), *self._rotate_keys(kv, x, layout), None
         joined = layout.zero_fill(torch.cat([q, kv], 2))
-        mixed = self.conv(joined, layout, recent).to(joined.dtype)  # Its weights are not cast by autocast.
+        if recent is not None and layout.packing is not None:
+            mixed, recent = self.conv.extend_packed(joined, layout.packing, recent)
+        else:
+            mixed = self.conv(joined, layout, recent)
+            recent = None if recent is None else latest_tokens(recent, joined, layout)
+        mixed = mixed.to(joined.dtype)  # Its weights are not cast by autocast.
         q, kv = mixed.split([self.to_q.out_features, self.to_kv.out_features], 2)
         k, v, gates = self._rotate_keys(kv, x, layout)
-        recent = None if recent is None else latest_tokens(recent, joined, layout)
         return self._rotate_queries(self._split_queries(q), layout), k, v, gates, recent
 
     def _project_lazily(

@@ -62,6 +62,33 @@ def test_states_masks_and_packing(options: dict[str, Any]) -> None:
 
 
 @EACH
+@pytest.mark.parametrize("form", ["left", "right", "both", "packed"])
+def test_a_layer_is_extended_by_padded_and_packed_pieces(options: dict[str, Any], form: str) -> None:
+    """Rows of 7, 4 and 0 tokens after a first piece of 5, NaN beside them; then one more token."""
+    layer = Attention(DIM, AttentionConfig(num_heads=H, **options), causal=True).to(F64).eval()
+    rows = [torch.randn(1, 5 + n, DIM, dtype=F64) for n in (7, 4, 0)]
+    state = layer.extend(torch.cat([row[:, :5] for row in rows]), layer.new_state(3, dtype=F64))[1]
+    if form == "packed":
+        x = torch.cat([row[:, 5:] for row in rows], 1)
+        out, state = layer.extend(x, state, packing=Packing.from_lengths([7, 4, 0]))
+        found = out.split([7, 4, 0], 1)
+    else:
+        x, begins = torch.full((3, 7, DIM), torch.nan, dtype=F64), []
+        for b, row in enumerate(rows):
+            n = row.shape[1] - 5
+            begins.append({"left": 7 - n, "right": 0, "both": (7 - n) // 2}[form])
+            x[b, begins[b] : begins[b] + n] = row[0, 5:]
+        out, state = layer.extend(x, state, key_mask=x.isfinite().all(2))
+        found = [out[b : b + 1, begin : begin + n] for b, (begin, n) in enumerate(zip(begins, (7, 4, 0), strict=True))]
+        assert out[x.isnan().any(2)].count_nonzero() == 0
+    more = torch.randn(3, 1, DIM, dtype=F64)
+    last = layer.extend(more, state)[0]
+    for b, row in enumerate(rows):
+        expected = layer(torch.cat([row, more[b : b + 1]], 1))[:, 5:]
+        same(torch.cat([found[b], last[b : b + 1]], 1), expected)
+
+
+@EACH
 def test_generation_and_checkpoints(options: dict[str, Any], tmp_path: Any) -> None:
     model, tokens = build(options), torch.randint(V, (1, 9))
     found = generate(model, tokens, 12, sampling=Sampling(temperature=0)).tokens[0]
