@@ -138,3 +138,18 @@ def test_the_strength_of_a_write_stays_in_its_range(kind: str, largest: float) -
         x["gates"] = torch.full_like(x["gates"], gate)
         for out in (m(**x, causal=True), by_steps(m, x), by_decoding(m, x)):
             torch.testing.assert_close(out, beta * x["v"] * D**-0.5, atol=1e-4, rtol=1e-4)
+
+
+@each_kind
+@torch.no_grad()
+def test_large_tokens_leave_those_before_as_they_are(kind: str) -> None:
+    """Products of earlier queries and later keys overflow, and are hidden by a mask, not by a factor of 0."""
+    m = build(kind).float()
+    x = draw_inputs(m, B, 67, dtype=torch.float32)
+    x["q"] *= 1e25
+    expected = m(**x, causal=True)[:, :64]
+    for begin in (1, 6, 64):
+        later = {name: torch.cat([y[:, :begin], y[:, begin:] * 1e20], 1) if name == "k" else y for name, y in x.items()}
+        found = m(**later, causal=True)[:, :begin]
+        assert found.isfinite().all()
+        torch.testing.assert_close(found, expected[:, :begin], rtol=1e-5, atol=1e-5 * float(expected.abs().max()))

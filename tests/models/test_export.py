@@ -24,6 +24,7 @@ MECHANISMS = {
     "linformer": {"mechanism": "linformer", "rank": 5, "max_length": 41},
     "decay": "decay",
     "delta": "delta",
+    "gate per channel": {"mechanism": "delta", "gate": "channel"},
     "split": {"mechanism": "split", "parts": SPLIT},
 }
 SIZES = {"chunk": 7, "batch_size": 2, "max_length": 41}

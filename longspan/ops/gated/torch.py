@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ CHUNK = 64
 GROUP = 8
 # exp of less than this is 0 in float32 and float64.
 LOG_UNDERFLOW = {torch.float32: -104.0, torch.float64: -746.0}
-BLOCK = 16  # Pairs inside a block of a chunk are computed one by one where the decay differs between channels.
+BLOCK = 16  # Tokens in the smallest products where the decay differs between channels.
 
 
 def forward(x: GatedInputs, problem: GatedProblem) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,10 +133,11 @@ class _Chunks(NamedTuple):
         q, k, v = _rows(x.q, span, x) * problem.scale, _rows(x.k, span, x), _rows(x.v, span, x)
         beta = None if x.beta is None else _rows(x.beta[..., None], span, x)
         decay = _Decay.of(None if x.log_decay is None else _rows(x.log_decay, span, x), span.size)
-        pair = decay.pairs(q, k)
+        pair = decay.pairs(torch.cat([q, k], 2) if problem.delta else q, k)
         u, w, lower, kk = v if beta is None else beta * v, None, None, None
         if problem.delta:
-            kk = decay.pairs(k, k).tril(-1)
+            pair, kk = pair.split([q.shape[2], k.shape[2]], 2)
+            kk = kk.tril(-1)
             lower = kk if beta is None else beta * kk
             k_in = decay.from_start(k)
             both = torch.cat([u, k_in if beta is None else beta * k_in], -1)
@@ -155,13 +157,11 @@ class _Chunks(NamedTuple):
 
     def gradients(self, d: _ScanGrads) -> _Grads:
         """Return the gradients of the inputs (Y, N, …)."""
-        decay = self.decay
-        d_q, d_k = decay.pairs_grad(d.pair, self.q, self.k)
-        d_q = d_q + decay.from_start(d.q_in)
-        d_end = decay.to_end(d.k_out)
-        d_k = d_k + d_end
+        decay, number = self.decay, [self.q.shape[2], self.k.shape[2]]
         d_rows, y, d_beta = None, d.u, None
-        if self.w is not None:
+        if self.w is None:
+            d_q, d_k = decay.pairs_grad(d.pair, self.q, self.k)
+        else:
             assert self.lower is not None
             assert self.kk is not None
             assert d.k_in is not None
@@ -171,12 +171,16 @@ class _Chunks(NamedTuple):
             )
             d_lower = -(y @ self.u.mT + z @ self.w.mT).tril(-1)
             d_kk = d_lower if self.beta is None else self.beta * d_lower
-            d_rows, d_columns = decay.pairs_grad(d_kk, self.k, self.k)
+            d_pairs, rows = torch.cat([d.pair, d_kk], 2), torch.cat([self.q, self.k], 2)
+            d_rows, d_k = decay.pairs_grad(d_pairs, rows, self.k)
+            d_q, d_rows = d_rows.split(number, 2)
             d_rows = d_rows + decay.from_start(z if self.beta is None else self.beta * z)
             if self.beta is not None:
                 d_beta = (z * decay.from_start(self.k)).sum(-1, keepdim=True)
                 d_beta = d_beta + (d_lower * self.kk).sum(-1, keepdim=True)
-            d_k = d_k + d_columns
+        d_q = d_q + decay.from_start(d.q_in)
+        d_end = decay.to_end(d.k_out)
+        d_k = d_k + d_end
         if self.beta is not None:
             own = (y * self.v).sum(-1, keepdim=True)
             d_beta = own if d_beta is None else d_beta + own
@@ -187,8 +191,8 @@ class _Chunks(NamedTuple):
                 d_sums = d_sums + self.k * d_rows
             assert self.last is not None
             d_sums[:, :, -1] += (self.k * d_end).sum(2) + self.last[..., 0] * d.last
+            d_sums = d_sums.sum(-1, keepdim=True) if decay.sums.shape[-1] == 1 else d_sums
             d_g = d_sums.flip(2).cumsum(2).flip(2)
-            d_g = d_g.sum(-1, keepdim=True) if decay.sums.shape[-1] == 1 else d_g
         d_k = d_k if d_rows is None else d_k + d_rows
         return _Grads(d_q * self.scale, d_k, y if self.beta is None else self.beta * y, d_g, d_beta)
 
@@ -199,20 +203,21 @@ class _Decay(NamedTuple):
     sums: Tensor | None  # (Y, N, C, 1 or D) float64: G, from the chunk's start
     start: Tensor | None  # e^{G_i}
     end: Tensor | None  # e^{G_C − G_i}
-    between: Tensor | None  # (Y, N, C, C) e^{G_i − G_j}, for one decay per head
+    between: Tensor | None  # (Y, N, C, C) e^{G_i − G_j} for j ≤ i, for one decay per head
+    levels: list[tuple[int, Tensor]]  # of `_levels`, for one decay per channel
     size: int
 
     @classmethod
     def of(cls, g: Tensor | None, size: int) -> _Decay:
         if g is None:
-            return cls(None, None, None, None, size)
+            return cls(None, None, None, None, [], size)
         # A sum with −1e30 would have no digits left for the tokens behind it.
         sums = g.clamp(min=LOG_UNDERFLOW[g.dtype]).double().cumsum(2)
         start, end = sums.to(g.dtype).exp(), (sums[:, :, -1:] - sums).to(g.dtype).exp()
-        between = None
-        if g.shape[-1] == 1:
-            between = (sums - sums.mT).clamp_(max=0).to(g.dtype).exp_().tril_()
-        return cls(sums, start, end, between, size)
+        if g.shape[-1] > 1:
+            return cls(sums, start, end, None, _levels(sums, g.dtype), size)
+        between = (sums - sums.mT).clamp_(max=0).to(g.dtype).exp_()
+        return cls(sums, start, end, between, [], size)
 
     @property
     def last(self) -> Tensor | None:
@@ -228,57 +233,92 @@ class _Decay(NamedTuple):
         """Return A^ab (Y, N, R C, C), zero above the diagonal, of a (Y, N, R C, D) and b (Y, N, C, D)."""
         if self.sums is None or self.between is not None:
             return self._weigh(a @ b.mT)
-        A = a.new_zeros(*a.shape[:3], self.size).unflatten(2, (-1, self.size))
-        for rows, before, left, right in self._blocks(a.dtype):
-            part = a.unflatten(2, (-1, self.size))[:, :, :, rows] * left[:, :, None]
-            A[:, :, :, rows, before] = part @ (b[:, :, before] * right).mT[:, :, None]
-            for i, here, factor in self._inside(rows, a.dtype):
-                key = b[:, :, here] * factor
-                A[:, :, :, i, here] = (a.unflatten(2, (-1, self.size))[:, :, :, i, None] * key[:, :, None]).sum(-1)
-        return A.flatten(2, 3)
+        a, b = self._padded(a.unflatten(2, (-1, self.size))), self._padded(b[:, :, None])
+        own = (a * b).sum(-1).unflatten(-1, (-1, BLOCK))[..., None]
+        inner = torch.where(torch.eye(BLOCK, dtype=torch.bool, device=a.device), own, 0)
+        A = a.new_zeros(*a.shape[:4], a.shape[3])
+        for half, x in self.levels:
+            rows, columns = _blocks(a, half), _blocks(b, half)
+            if half < BLOCK:
+                inner = inner + ((rows * x) @ (columns * x).mT).masked_fill_(_beyond_level(half, a), 0)
+                continue
+            first, second = x.split(half, -2)
+            found = (rows[..., half:, :] * second) @ (columns[..., :half, :] * first).mT
+            for n, i in enumerate(range(0, a.shape[3], 2 * half)):
+                A[..., i + half : i + 2 * half, i : i + half] = found[..., n, :, :]
+        for n, i in enumerate(range(0, a.shape[3], BLOCK)):
+            A[..., i : i + BLOCK, i : i + BLOCK] = inner[..., n, :, :]
+        return A[:, :, :, : self.size, : self.size].flatten(2, 3)
 
     def pairs_grad(self, d: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of a and b, given that of A^ab; what it has above the diagonal is ignored."""
         if self.sums is None or self.between is not None:
             d = self._weigh(d)
             return d @ b, d.mT @ a
-        d, a = d.unflatten(2, (-1, self.size)), a.unflatten(2, (-1, self.size))
-        d_a, d_b = torch.empty_like(a), torch.zeros_like(b)
-        for rows, before, left, right in self._blocks(a.dtype):
-            part = d[:, :, :, rows, before]
-            d_a[:, :, :, rows] = (part @ (b[:, :, before] * right)[:, :, None]) * left[:, :, None]
-            d_b[:, :, before] += (part.mT @ (a[:, :, :, rows] * left[:, :, None])).sum(2) * right
-            for i, here, factor in self._inside(rows, a.dtype):
-                one = d[:, :, :, i, here, None]
-                d_a[:, :, :, i] += (one * (b[:, :, here] * factor)[:, :, None]).sum(3)
-                d_b[:, :, here] += (one * a[:, :, :, i, None]).sum(2) * factor
-        return d_a.flatten(2, 3), d_b
+        d = self._padded(self._padded(d.unflatten(2, (-1, self.size))).mT).mT
+        a, b = self._padded(a.unflatten(2, (-1, self.size))), self._padded(b[:, :, None])
+        inner = torch.stack([d[..., i : i + BLOCK, i : i + BLOCK] for i in range(0, d.shape[3], BLOCK)], -3)
+        own = inner.diagonal(dim1=-2, dim2=-1).flatten(-2)[..., None]
+        d_a, d_b = own * b, own * a
+        for half, x in self.levels:
+            rows, columns, d_rows, d_columns = (_blocks(y, half) for y in (a, b, d_a, d_b))
+            if half < BLOCK:
+                pairs, first, second = inner.masked_fill(_beyond_level(half, d), 0), x, x
+            else:
+                starts, (first, second) = range(0, d.shape[3], 2 * half), x.split(half, -2)
+                pairs = torch.stack([d[..., i + half : i + 2 * half, i : i + half] for i in starts], -3)
+                rows, d_rows = rows[..., half:, :], d_rows[..., half:, :]
+                columns, d_columns = columns[..., :half, :], d_columns[..., :half, :]
+            d_rows.addcmul_(pairs @ (columns * first), second)
+            d_columns.addcmul_(pairs.mT @ (rows * second), first)
+        return d_a[:, :, :, : self.size].flatten(2, 3), d_b[:, :, :, : self.size].sum(2)
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        """Pad the tokens (..., C, ·) of a chunk to those of `levels`."""
+        more = _padded_size(self.size) - rows.shape[-2]
+        return F.pad(rows, (0, 0, 0, more)) if more else rows
 
     def _weigh(self, products: Tensor) -> Tensor:
         """Multiply products (Y, N, R C, C) by the decay between the tokens; zero above the diagonal."""
         groups = products.unflatten(2, (-1, self.size))
-        groups = groups.tril() if self.between is None else groups * self.between[:, :, None]
+        groups = groups.tril() if self.between is None else (groups * self.between[:, :, None]).tril_()
         return groups.flatten(2, 3)
 
-    def _blocks(self, dtype: torch.dtype) -> list[tuple[slice, slice, Tensor, Tensor]]:
-        """For each block of rows: it, the tokens before it, and both decays, from and to the block's first token."""
-        assert self.sums is not None
-        found = []
-        for first in range(0, self.size, BLOCK):
-            rows, before = slice(first, min(first + BLOCK, self.size)), slice(0, first)
-            middle = self.sums[:, :, first : first + 1]
-            left, right = (self.sums[:, :, rows] - middle), (middle - self.sums[:, :, before])
-            found.append((rows, before, left.to(dtype).exp(), right.to(dtype).exp()))
-        return found
 
-    def _inside(self, rows: slice, dtype: torch.dtype) -> list[tuple[int, slice, Tensor]]:
-        """For each token of a block: it, the tokens of the block up to it, and the decay since them."""
-        assert self.sums is not None
-        found = []
-        for i in range(rows.start, rows.stop):
-            here = slice(rows.start, i + 1)
-            found.append((i, here, (self.sums[:, :, i : i + 1] - self.sums[:, :, here]).to(dtype).exp()))
-        return found
+def _levels(sums: Tensor, dtype: torch.dtype) -> list[tuple[int, Tensor]]:
+    """Return for each half size h = 1, 2, 4, … the factors (Y, N, 1, ·, ·, D) of `_blocks`.
+
+    In a block of 2h tokens, a decay between a token of the second half and one of the first is the product of those
+    from the middle to the one and from the other to the middle: neither is above 1.
+    """
+    Y, N, C, D = sums.shape
+    size = _padded_size(C)
+    if size > C:
+        sums = torch.cat([sums, sums[:, :, -1:].expand(-1, -1, size - C, -1)], 2)
+    found, half = [], 1
+    while half < size:
+        blocks = sums.unflatten(2, (-1, 2 * half))
+        exponents = blocks - blocks[:, :, :, half - 1 : half]
+        exponents[:, :, :, :half].neg_()
+        found.append((half, _blocks(exponents.to(dtype).exp_().view(Y, N, 1, size, D), half)))
+        half *= 2
+    return found
+
+
+def _padded_size(size: int) -> int:
+    """Tokens of a chunk as `_levels` takes them: a power of two, at least BLOCK."""
+    return max(BLOCK, 1 << (size - 1).bit_length())
+
+
+def _blocks(rows: Tensor, half: int) -> Tensor:
+    """View rows (..., C, D) as blocks (..., ·, 2 half, D), or of BLOCK tokens where that is more."""
+    return rows.unflatten(-2, (-1, max(2 * half, BLOCK)))
+
+
+def _beyond_level(half: int, like: Tensor) -> Tensor:
+    """Mask pairs (BLOCK, BLOCK) other than those of the second and the first half of a block of 2 half tokens."""
+    i = torch.arange(BLOCK, device=like.device) // half
+    return (i[:, None] != i + 1) | (i % 2 == 1)
 
 
 def _times(rows: Tensor, factor: Tensor) -> Tensor:
