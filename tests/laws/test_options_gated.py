@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from option_cases import B, D, E, H, T, build, checks, inputs, option_test, same
 from torch import Tensor
 
-from longspan import Mechanism
+from longspan import Mechanism, build_mechanism
 from longspan.mechanisms import gated
 from longspan.ops.gated import gated_linear
 from longspan.testing import check_mechanism
@@ -98,6 +98,28 @@ def test_every_gate_obeys_the_laws_and_its_definition(name: str, options: dict, 
         return definition(name, built[-1], weights)(*args, **options)
 
     check_mechanism(factory, reference=reference)
+
+
+@pytest.mark.parametrize(
+    ("name", "gate", "channels"), [("decay", "head", 1), ("delta", "head", 1), ("delta", "channel", D)]
+)
+def test_time_steps_begin_as_in_mamba(name: str, gate: str, channels: int) -> None:
+    """A is uniform from 1 to 16, Δ without a gate log-uniform from 0.001 to 0.1."""
+    m = build_mechanism(name, 4096, D, gate=gate)
+    rate, step = m.time_step.A_log.exp(), F.softplus(m.time_step.dt_bias.double()).log10()
+    assert rate.shape == (4096,)
+    assert step.shape == (4096, channels)
+    for x, low, high in ((rate, 1, 16), (step, -3, -1)):
+        assert low - 1e-4 <= x.min() < low + 0.01 * (high - low)
+        assert high - 0.01 * (high - low) < x.max() <= high + 1e-4
+        torch.testing.assert_close(x.double().mean().item(), (low + high) / 2, atol=0.03 * (high - low), rtol=0)
+
+
+def test_channels_begin_with_the_bias_of_gla() -> None:
+    """Without a gate α = σ(0)^(1/16)."""
+    m = build_mechanism("decay", 3, D, gate="channel")
+    decay = m._gates(torch.zeros(B, T, 3, D), torch.zeros(B, T, 3, D)).log_decay
+    torch.testing.assert_close(decay.exp(), torch.full((B, T, 3, D), 0.5 ** (1 / 16)))
 
 
 @pytest.mark.parametrize(("name", "gate"), [("decay", "channel"), ("delta", "head")])
