@@ -16,6 +16,7 @@ from longspan.mechanisms import build_mechanism, find_mechanism
 from longspan.models.config import AttentionConfig, FeedForwardConfig
 from longspan.models.positions import Rotary
 from longspan.ops.common.autograd import recompute
+from longspan.ops.common.torch_private import is_exporting
 from longspan.ops.convolution import short_convolution
 from longspan.ops.decode import (
     FUSED_ACTIVATIONS,
@@ -694,7 +695,7 @@ def _norm_heads(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def _compiled_for_gpu(x: Tensor) -> bool:
-    return x.is_cuda and torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    return x.is_cuda and torch.compiler.is_compiling() and not is_exporting()
 
 
 def _is_plain_linear(layer: nn.Module, kind: type = nn.Linear) -> bool:

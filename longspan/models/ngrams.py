@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from longspan.layout import TokenLayout
 from longspan.models.layers import shift_tokens
+from longspan.ops.common.torch_private import is_exporting
 from longspan.ops.decode import fused_embedding
 
 # A polynomial hash: products stay below 2⁶³.
@@ -73,7 +74,7 @@ class NgramEmbedding(nn.Module):
 
     def _look_up(self, window: list[Tensor]) -> Tensor:
         """Return the sum of the embeddings, given the codes of each token, of the one before it, and so on."""
-        compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+        compiled = torch.compiler.is_compiling() and not is_exporting()
         # An opaque op: inductor would otherwise hash again for every element of the embeddings, in both passes.
         sizes = sorted(self.sizes)
         rows = (_hash_op if compiled else _hash)(window, sizes, self.buckets)

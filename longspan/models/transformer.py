@@ -22,6 +22,7 @@ from longspan.models.positions import (
     SinusoidalPositions,
 )
 from longspan.models.residual import ResidualBranch, StackState
+from longspan.ops.common.torch_private import is_exporting
 from longspan.ops.decode import CurrentToken, fused_linear, module_function
 from longspan.ops.loss import IGNORE_INDEX, cap_logits, cross_entropy
 from longspan.protocol import StateOptions
@@ -315,7 +316,7 @@ class LanguageModel(nn.Module):
             layout = TokenLayout.of(tokens, causal=True, key_mask=key_mask, start=state.end)
         longest = 0
         limited = self.positions is not None and self.positions.reach is not None
-        if limited and tokens.device.type == "cpu" and not torch.compiler.is_exporting():
+        if limited and tokens.device.type == "cpu" and not is_exporting():
             longest = int(layout.position.max()) + 1 if layout.position.numel() else 0
         x, recent = self._embed(tokens, layout, longest, state.recent)
         if self._embeds_inside:

@@ -144,6 +144,21 @@ def test_fallbacks_of_private_apis(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(torch_private.direct_apply(Cube)(x, 3), x**3)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_compiling_is_not_exporting(strict: bool) -> None:
+    """PyTorch 2.10 and 2.11 say in code traced by torch.compile that it is exported."""
+    from longspan.ops.common.torch_private import is_exporting
+
+    class Sign(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return -x if is_exporting() else x.clone()
+
+    x, sign = torch.randn(3), Sign()
+    torch.testing.assert_close(sign(x), x)
+    torch.testing.assert_close(torch.compile(sign, fullgraph=True, backend="eager")(x), x)
+    torch.testing.assert_close(torch.export.export(sign, (x,), strict=strict).module()(x), -x)
+
+
 X = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 FORWARD_MODE: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
     "jvp": lambda f: torch.func.jvp(f, (X,), (X,)),

@@ -38,6 +38,13 @@ def test_importing_longspan_does_not_import_torch() -> None:
     assert run.stdout.split() == []
 
 
+def test_only_torch_private_asks_pytorch_whether_it_exports() -> None:
+    found = [
+        path.name for path in (ROOT / "longspan").rglob("*.py") if "torch.compiler.is_exporting" in path.read_text()
+    ]
+    assert found == ["torch_private.py"]
+
+
 def test_using_longspan_does_not_load_the_compiler() -> None:
     names = "'torch._dynamo', 'triton', 'transformers', 'matplotlib', 'accelerate'"
     code = "import sys, longspan, longspan.compat.performer_pytorch\n[getattr(longspan, n) for n in longspan.__all__]\n"

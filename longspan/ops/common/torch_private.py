@@ -55,6 +55,12 @@ def compiling_dynamic() -> bool:
     return torch.compiler.is_compiling() and not torch._dynamo.config.assume_static_by_default
 
 
+@assume_constant
+def is_exporting() -> bool:
+    """`torch.compiler.is_exporting`, which in PyTorch 2.10 and 2.11 is True in code traced by torch.compile too."""
+    return torch.compiler.is_exporting()
+
+
 def direct_apply(function: type[torch.autograd.Function]) -> Any:
     """Return `function.apply` without its search for functorch transforms, of which the caller knows there are none."""
     return getattr(super(torch.autograd.Function, function), "apply", function.apply)

@@ -17,10 +17,10 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from torch import Tensor, float32
-from torch.compiler import is_exporting
 
 from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
+from longspan.ops.common.torch_private import is_exporting
 from longspan.ops.gated import torch as torch_chunk
 from longspan.ops.gated.torch import LOG_UNDERFLOW
 from longspan.ops.gated.triton import ALGORITHMS

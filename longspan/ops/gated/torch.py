@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longspan.ops.common.torch_private import is_exporting
+
 if TYPE_CHECKING:
     from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
 
@@ -144,7 +146,7 @@ class _Chunks(NamedTuple):
             solved = _solve_unit_lower(lower, both)
             u, w = solved.split([v.shape[3], k.shape[3]], -1)
         q_in, k_out = decay.from_start(q), decay.to_end(k)
-        return cls(q, k, v, beta, decay, pair, u, w, lower, kk, q_in, k_out, decay.last, problem.scale)
+        return cls(q, k, v, beta, decay, pair, u, w, lower, kk, q_in, k_out, decay.last(), problem.scale)
 
     def writes(self, n: int, S: Tensor) -> Tensor:
         """Return u (Y, C, E) of chunk n after state S."""
@@ -219,7 +221,6 @@ class _Decay(NamedTuple):
         between = (sums - sums.mT).clamp_(max=0).to(g.dtype).exp_()
         return cls(sums, start, end, between, [], size)
 
-    @property
     def last(self) -> Tensor | None:
         return None if self.start is None else self.start[:, :, -1, :, None]
 
@@ -336,10 +337,7 @@ class _ChunkSpan(NamedTuple):
 
     tokens: slice
     size: int
-
-    @property
-    def number(self) -> int:
-        return (self.tokens.stop - self.tokens.start) // self.size
+    number: int
 
 
 def _spans(x: GatedInputs) -> list[_ChunkSpan]:
@@ -347,7 +345,8 @@ def _spans(x: GatedInputs) -> list[_ChunkSpan]:
     T, found, start = x.k.shape[1], [], 0
     while start < T:
         width = min((T - start) // CHUNK, GROUP) * CHUNK or T - start
-        found.append(_ChunkSpan(slice(start, start + width), min(CHUNK, width)))
+        size = min(CHUNK, width)
+        found.append(_ChunkSpan(slice(start, start + width), size, width // size))
         start += width
     return found
 
@@ -389,7 +388,7 @@ def state_dtype(x: GatedInputs) -> torch.dtype:
 
 def _solve_unit_lower(lower: Tensor, x: Tensor) -> Tensor:
     """Solve (1 + lower) y = x for a strictly lower triangular matrix."""
-    if not torch.compiler.is_exporting():
+    if not is_exporting():
         return torch.linalg.solve_triangular(lower, x, upper=False, unitriangular=True)
     # By products, which other runtimes know: forward substitution by halves.
     half = lower.shape[-1] // 2

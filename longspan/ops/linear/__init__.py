@@ -21,7 +21,6 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, bfloat16, cat, dtype, einsum, float32, float64, maximum
 from torch.autograd import Function
-from torch.compiler import is_exporting
 
 from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import (
@@ -32,7 +31,7 @@ from longspan.ops.common.autograd import (
     run_planned,
 )
 from longspan.ops.common.plans import cached, signature
-from longspan.ops.common.torch_private import forward_ad_level
+from longspan.ops.common.torch_private import forward_ad_level, is_exporting
 from longspan.ops.linear import torch as torch_chunk
 from longspan.ops.linear.torch import FLOOR, is_zero, running_max, safe_divide
 from longspan.ops.linear.triton import FEATURE_MAPS, FUSED_CHUNK

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longspan.ops.common.torch_private import is_exporting
+
 if TYPE_CHECKING:
     from longspan.ops.linear import LinearInputs, LinearProblem, LinearSaved
 
@@ -87,7 +89,7 @@ def backward(saved: LinearSaved, x: LinearInputs, problem: LinearProblem) -> tup
             # 1/den multiplies the features: the weights are then at most one, while gradients could overflow.
             assert out is not None
             d_den = (d_out[:, span.tokens].to(den.dtype) * out[:, span.tokens]).sum(-1, keepdim=True)
-            d_num[..., -1:] = -_rows(d_den, _Span(slice(0, None), span.size), x)
+            d_num[..., -1:] = -_rows(d_den, span._replace(tokens=slice(0, None)), x)
             inverse = _inverse(_rows(den[..., None], span, x), feature_map.log_largest)
             scaled = query * inverse
         row = group.towards_start(d_num)
@@ -135,10 +137,7 @@ class _Span(NamedTuple):
 
     tokens: slice
     size: int
-
-    @property
-    def number(self) -> int:
-        return (self.tokens.stop - self.tokens.start) // self.size
+    number: int
 
 
 def _spans(x: LinearInputs, problem: LinearProblem) -> list[_Span]:
@@ -147,7 +146,8 @@ def _spans(x: LinearInputs, problem: LinearProblem) -> list[_Span]:
     found, start = [], 0
     while start < T:
         width = min((T - start) // size, GROUP) * size or T - start
-        found.append(_Span(slice(start, start + width), min(size, width)))
+        chunk = min(size, width)
+        found.append(_Span(slice(start, start + width), chunk, width // chunk))
         start += width
     return found
 
@@ -269,7 +269,7 @@ class _Group(NamedTuple):
 
 def running_max(x: Tensor) -> Tensor:
     """Return the largest value up to each one along the second dimension."""
-    if not torch.compiler.is_exporting():
+    if not is_exporting():
         return x.cummax(1).values
     shift = 1  # By doubling: other runtimes than PyTorch have no cummax.
     while shift < x.shape[1]:

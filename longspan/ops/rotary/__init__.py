@@ -13,6 +13,7 @@ from torch import Tensor
 
 from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
+from longspan.ops.common.torch_private import is_exporting
 
 
 def angles(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> Tensor:
@@ -25,7 +26,7 @@ def angles(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> Tenso
 
 def cos_sin(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cos and sin of `angles`, which all layers of a model share."""
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+    if torch.compiler.is_compiling() and not is_exporting():
         # An opaque op: inductor would otherwise recompute the table inside every layer.
         return _cos_sin(position, dim, base, dtype)
     angle = angles(position, dim, base, dtype)
