@@ -341,3 +341,27 @@ def pack(rows: Sequence[Sequence[Tensor]]) -> tuple[tuple[Tensor, ...], Packing]
     """Sequences (1, T_n, ...) laid end to end."""
     packed = tuple(torch.cat(parts, 1) for parts in zip(*rows, strict=True))
     return packed, Packing.from_lengths([row[0].shape[1] for row in rows])
+
+
+def float8_products_on_cpu() -> bool:
+    """Whether this PyTorch has FP8 products with a scale for each row on a CPU; 2.10 has not."""
+    x, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(x, x.mT, scale, scale.mT, out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
+needs_float8 = pytest.mark.skipif(
+    not float8_products_on_cpu(), reason="this PyTorch has no FP8 products with row scales on a CPU"
+)
+
+
+def casts_without_gradients_are_used_again() -> bool:
+    """Whether autocast, as in PyTorch 2.10, uses a weight cast under no_grad where gradients are needed too."""
+    layer, x = nn.Linear(1, 1), torch.ones(1, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            layer(x)
+        return not layer(x).requires_grad

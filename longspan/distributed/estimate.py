@@ -196,7 +196,7 @@ def exchange_bytes(mechanism: Mechanism, context: int, cp: int, *, causal: bool)
     if isinstance(mechanism, SoftmaxAttention):
         return float(length * width * _BF16)
     if isinstance(mechanism, LocalAttention) and not causal:
-        return float(min(length, sum(mechanism.window.reach)) * width * _BF16)
+        return float(min(length, sum(mechanism.window.reach())) * width * _BF16)
     if not causal and not mechanism.supports_cross:  # a state of the tokens before, and one of those after
         return 2.0 * state_bytes(mechanism)
     return float(state_bytes(mechanism))
@@ -242,7 +242,7 @@ def _units(mechanism: Mechanism, work: TrainingLoad, cp: int) -> float:
     if isinstance(mechanism, SoftmaxAttention):
         return length * (work.context - length / 2 if work.config.causal else work.context)  # of the last rank
     if isinstance(mechanism, LocalAttention):
-        back, ahead = mechanism.window.reach
+        back, ahead = mechanism.window.reach()
         return length * (back + 1 + (0 if work.config.causal else ahead))
     if isinstance(mechanism, LinformerAttention):
         return length * mechanism.rank

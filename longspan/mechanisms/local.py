@@ -128,7 +128,7 @@ class LocalAttention(Mechanism):
     @property
     def reach(self) -> tuple[int, int]:
         """The largest distances at which a bidirectional query sees keys before and after it."""
-        return self.window.reach
+        return self.window.reach()
 
     @property
     def position_period(self) -> int:
@@ -137,7 +137,7 @@ class LocalAttention(Mechanism):
 
     @property
     def _ring(self) -> int:
-        return self.window.reach[0] + 1
+        return self.window.reach()[0] + 1
 
     def _new_state(
         self, batch_size: int, start: Tensor | None, like: Tensor, max_length: int | None, transition: bool
@@ -361,7 +361,7 @@ class LocalAttention(Mechanism):
         """Return the bias as a table (H, P, K); one of distances has P = 1."""
         if self.bias is None or isinstance(self.bias, Tensor):
             return self.bias
-        back, ahead = self._ring - 1, self.window._replace(causal=False).reach[1]
+        back, ahead = self._ring - 1, self.window._replace(causal=False).reach()[1]
         by_distance: Tensor = self.bias(torch.arange(-ahead, back + 1, device=device))
         return by_distance.flip(1)[:, None]
 

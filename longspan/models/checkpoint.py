@@ -209,7 +209,7 @@ def replace_folder(
     for leftover in (partial, new):
         if leftover.exists():
             shutil.rmtree(leftover)
-    partial.mkdir()
+    os.mkdir(partial)
     try:
         yield partial
         for path in partial.iterdir():

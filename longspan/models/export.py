@@ -110,6 +110,8 @@ def write_onnx(
                 program, dynamo=True, verbose=False, input_names=[*inputs, *states], output_names=outputs
             )
         assert graph is not None
+        for output, name in zip(graph.model.graph.outputs, outputs, strict=True):
+            output.name = name  # PyTorch 2.10 names equal results after the last of them.
         graph.save(folder / file)
     save_file({name: x.contiguous().clone() for name, x in empty.items()}, folder / STATE)
     sizes = {"batch_size": batch_size, "chunk": chunk, "max_length": max_length, "vocab_size": model.config.vocab_size}

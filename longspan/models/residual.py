@@ -634,6 +634,8 @@ class _Reversible(torch.autograd.Function):
             ctx.random.append(_random_state(x))
             y = branch(streams[1 - i % 2], layout, context, context_layout)
             streams[i % 2] = streams[i % 2] + (y if branch.weight is None else y * branch.weight)
+        if ctx.autocast[1]:
+            torch.clear_autocast_cache()  # PyTorch 2.10 would use these casts, which have no gradients, again.
         first, second = (stream.clone() if stream is x else stream for stream in streams)
         ctx.save_for_backward(first, second, context)
         return first, second

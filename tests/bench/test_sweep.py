@@ -197,7 +197,7 @@ def test_wrong_options_are_refused(wrong: dict[str, Any], message: str) -> None:
 def test_the_size_reaches_the_mechanism() -> None:
     case = Case(67, num_heads=2, head_dim=8)
     assert SweepSubject("", "performer", 31).build(case).num_features == 31
-    assert SweepSubject("", "local", 13).build(case).window.reach[0] == 12
+    assert SweepSubject("", "local", 13).build(case).window.reach()[0] == 12
     linformer = SweepSubject("", "linformer", 11).build(case)
     assert (linformer.rank, linformer.keys.table.shape[1]) == (11, 67)
     assert [type(part).__name__ for part in SweepSubject("", "split").build(case).parts] == [

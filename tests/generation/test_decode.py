@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from helpers import casts_without_gradients_are_used_again
 
 from longspan import AttentionConfig, LanguageModel, ModelConfig, Sampling, stream
 from longspan.generation import decode as loops
@@ -99,6 +100,7 @@ def test_gradients_flow_through_tokens_after_a_session(mechanism):
     assert model.embedding.weight.grad is not None
 
 
+@pytest.mark.skipif(casts_without_gradients_are_used_again(), reason="autocast of this PyTorch loses gradients")
 def test_training_under_autocast_after_generating_there():
     model = language_model().float()
     with torch.autocast("cpu", torch.bfloat16):

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from helpers import needs_float8
 from torch import Tensor
 
 from longspan import AttentionConfig, LanguageModel, ModelConfig
@@ -25,6 +26,7 @@ def close(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got.double(), expected.double(), atol=0.01 * expected.abs().max().item(), rtol=0)
 
 
+@needs_float8
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by torch.compile
 @pytest.mark.parametrize("compiled", [False, True])
 def test_products_and_gradients_are_those_of_rounded_matrices(compiled: bool) -> None:
@@ -46,6 +48,7 @@ def test_products_and_gradients_are_those_of_rounded_matrices(compiled: bool) ->
     assert (d_x.dtype, d_weight.dtype) == (torch.bfloat16, torch.float32)
 
 
+@needs_float8
 def test_batches_biases_and_extreme_rows() -> None:
     x, weight, bias = torch.randn(2, 3, IN), torch.randn(OUT, IN), torch.randn(OUT)
     out = float8_linear(x, weight, bias)
@@ -62,6 +65,7 @@ def test_batches_biases_and_extreme_rows() -> None:
     assert torch.equal(numbers.float() * scale, torch.tensor([[3.0, -6.0, 0.0]]))
 
 
+@needs_float8
 def test_layers_of_a_model_are_converted() -> None:
     attention = AttentionConfig(num_heads=2, mechanism="decay", out_gate="silu", value_gates=True)
     config = ModelConfig(dim=16, depth=2, causal=True, vocab_size=13, attention=attention, ngrams=(2,), ngram_buckets=7)

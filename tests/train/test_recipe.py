@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from helpers import needs_float8
 from training import arguments, curve, longspan, metrics, ranks, trained, write_corpus
 
 from longspan import AttentionConfig, LanguageModel, ModelConfig
@@ -162,6 +163,7 @@ def test_a_run_with_everything_is_resumed_bit_for_bit(corpus: Path, tmp_path: Pa
     assert files[0] == files[1]
 
 
+@needs_float8
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # by PyTorch, of norms under autocast
 def test_float8_products_train(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, where PyTorch has FP8 products for tests, and `longspan train` refuses them."""

@@ -102,7 +102,7 @@ def window_attention(
             q, k, v, window, key_mask=key_mask, start=start, bias=bias, xpos=xpos, scale=scale, dropout=dropout
         )
     if xpos is not None and (largest := _xpos_limit(q, xpos)) < k.shape[1]:
-        span = largest - sum(window.reach)
+        span = largest - sum(window.reach())
         options: dict[str, Any] = {"bias": bias, "xpos": xpos, "scale": scale, "dropout": dropout}
         return _attend_spans(q, k, v, window, span, key_mask, start, options)
     if xpos is not None:
@@ -178,7 +178,7 @@ def _attend_spans(
     options: dict[str, Any],
 ) -> Tensor:
     """Compute `window_attention` of `span` queries and the keys that they see as one row of a larger batch."""
-    (B, T), S, (back, ahead) = q.shape[:2], k.shape[1], window.reach
+    (B, T), S, (back, ahead) = q.shape[:2], k.shape[1], window.reach()
     n, first = -(-T // span), S - T - back  # first: the index of the first key of the first span
 
     def spans(x: Tensor, before: int, size: int) -> Tensor:
@@ -377,7 +377,7 @@ def why_unsupported(
     if (why := dispatch.unsupported_dtypes(q, k, v)) is not None:
         return why
     if xpos is not None and k.shape[1] > (limit := _xpos_limit(q, xpos)):
-        seen = k.shape[1] if window is None else 1 + sum(window.reach)
+        seen = k.shape[1] if window is None else 1 + sum(window.reach())
         if packed:
             return f"xPos over {k.shape[1]} packed tokens; in this dtype its scales are in range over up to {limit}"
         # A span of queries and the keys that they see is in range, the queries at least a third of it.

@@ -34,9 +34,8 @@ class Window(NamedTuple):
     causal: bool
     shared_qk: bool
 
-    @property
     def reach(self) -> tuple[int, int]:
-        """The largest distances at which a query may see keys before and after it."""
+        """Return the largest distances at which a query may see keys before and after it."""
         back, ahead = self.back, self.ahead
         if self.block_size:
             back, ahead = (back + 1) * self.block_size - 1, (ahead + 1) * self.block_size - 1
@@ -46,7 +45,7 @@ class Window(NamedTuple):
         """Return the number of blocks of `size` before a query's own, and after it, with keys that it may see."""
         if self.block_size == size:
             return self.back, self.ahead
-        back, ahead = self._replace(causal=False).reach
+        back, ahead = self._replace(causal=False).reach()
         return -(-back // size), -(-ahead // size)
 
     def contains(self, i: Tensor, j: Tensor) -> Tensor:
@@ -186,7 +185,7 @@ def _tiling(window: Window, largest: int, S: int, aligned: bool) -> tuple[int, i
     if aligned:
         return window.block_size, window.back, 0 if window.causal else window.ahead
     # A tile as wide as the window copies each key twice, or three times where queries see keys after them.
-    back, ahead = (min(distance, S) for distance in window.reach)
+    back, ahead = (min(distance, S) for distance in window.reach())
     tile = min(largest, min(-(-max(back, ahead, 1) // 16) * 16, MAX_TILE))
     return tile, -(-back // tile), -(-ahead // tile)
 
