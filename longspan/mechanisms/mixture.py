@@ -63,7 +63,7 @@ class MixtureState(SplitState):
         slot = torch.arange(self.mechanism.window, device=later.length.device)
         visible = self.mechanism._filled(local) & (slot < later.length[:, None])
         memory = self.mechanism._remember(memory, self.mechanism._ordered(local)._replace(visible=visible))
-        return replace(self, parts=(local.merge(later_local), memory._merge(later_memory)))
+        return replace(self, parts=(local.merge(later_local), memory.merge(later_memory)))
 
 
 class MixtureAttention(Mechanism):

@@ -392,7 +392,7 @@ def merged_states_equal_one(build: Build) -> None:
     """state(a ⧺ b) ≡ state(a).merge(state(b)), with gradients, and merging is associative."""
     m = build()
     x, more = require_grad(draw_inputs(m, B, T)), draw_inputs(m, B, 4)
-    for cuts, start in (((5, 5, 11), 0), ((1,), 0), ((16,), 0), ((3, 9), 7)):
+    for cuts, start in (((5, 5, 11), 0), ((0, 4), 0), ((1,), 0), ((16,), 0), ((3, 9), 7)):
         states = []
         for a, b in zip((0, *cuts), (*cuts, T), strict=True):
             states.append(_written(m, tokens(x, a, b), start + a))
