@@ -33,7 +33,10 @@ CASES = [
     Case(T=3, S=300, B=1, H=2, Hkv=1, D=16, E=16),
     Case(T=3, S=5, B=1, H=1, Hkv=1, D=130, E=70),
     Case(T=5, S=3, B=1, H=2, Hkv=1, D=20, E=140, feature_map="elu", normalize="feature"),
-    Case(T=5, S=37, B=1, H=2, Hkv=2, D=96, E=96, feature_map="elu"),  # tiles of 32 values: the fourth has none
+    # Tiles of values that divide E, in which a head's padding would be the values of the next one.
+    Case(T=5, S=37, B=1, H=2, Hkv=2, D=96, E=96, feature_map="elu"),
+    Case(T=5, S=3, B=1, H=2, Hkv=1, D=70, E=96, normalize="feature"),
+    Case(T=5, S=3, B=1, H=2, Hkv=2, D=7, E=96, feature_map="favor", num_features=70),
 ]
 # Blocks of bfloat16 are padded to 64, and slow here: one head, all that differs, and every other of the rest.
 BFLOAT16 = [
