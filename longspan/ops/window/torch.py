@@ -170,12 +170,17 @@ def tiled_window_attention_with_lse(
     visible = window.contains(i, j) & (j >= 0) & (j < S)
     visible = visible if key_mask is None else visible & key_mask[:, j.clamp(0, S - 1)]
     hidden = ~visible.reshape(-1, n, 1, 1, *visible.shape[-2:])  # ([B,] n, Hkv, G, tile, Kw)
-    scores = (queries @ keys.mT).unflatten(3, (H // Hkv, tile)).masked_fill(hidden, BLIND)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse[..., None]).exp().masked_fill(hidden, 0).flatten(3, 4)
-    out = (weights @ values).unflatten(3, (H // Hkv, tile)).permute(0, 1, 4, 2, 3, 5)
-    lse = lse.permute(0, 1, 4, 2, 3).masked_fill(hidden.all(-1).permute(0, 1, 4, 2, 3), BLIND)
-    return out.flatten(3, 4).flatten(1, 2)[:, :T], lse.flatten(3, 4).flatten(1, 2)[:, :T]
+    # Added, not filled, and one softmax instead of exp: both are many times faster on a CPU.
+    bias = torch.zeros(hidden.shape, dtype=dtype, device=q.device).masked_fill_(hidden, torch.finfo(dtype).min / 2)
+    scores = (queries @ keys.mT).unflatten(3, (H // Hkv, tile)) + bias
+    weights = scores.softmax(-1)
+    largest = scores.detach().argmax(-1, keepdim=True)
+    lse = (scores.gather(-1, largest) - weights.gather(-1, largest).log()).permute(0, 1, 4, 2, 3, 5)
+    out = (weights.flatten(3, 4) @ values).unflatten(3, (H // Hkv, tile)).permute(0, 1, 4, 2, 3, 5)
+    if key_mask is not None:  # Without a mask a query sees itself at least.
+        blind = hidden.all(-1, keepdim=True).permute(0, 1, 4, 2, 3, 5)
+        out, lse = out.masked_fill(blind, 0), lse.masked_fill(blind, BLIND)
+    return out.flatten(3, 4).flatten(1, 2)[:, :T], lse.flatten(3).flatten(1, 2)[:, :T]
 
 
 def _tiling(window: Window, largest: int, S: int, aligned: bool) -> tuple[int, int, int]:
