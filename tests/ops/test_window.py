@@ -7,6 +7,9 @@ import torch
 from local_cases import Case, by_pair, visible
 
 from longspan.ops.window import window_attention
+from longspan.ops.window.torch import Window, tiled_window_attention_with_lse
+
+WINDOW = Window(block_size=0, back=16, ahead=0, causal=True, shared_qk=False)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -23,3 +26,14 @@ def test_a_bias_whose_blocks_do_not_divide_the_tiles(back: int, block: int, caus
     weights = scores.masked_fill(~visible(case, None), -torch.inf).softmax(-1)
     expected = torch.einsum("bhts,bse->bthe", weights, v[:, :, 0])
     torch.testing.assert_close(window_attention(q, k, v, case.window, bias=table), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_hidden_score_that_overflows_stays_hidden() -> None:
+    """That of a later key, in outputs and their log-sum-exp."""
+    q, k, v = torch.randn(3, 1, 70, 2, 8)
+    k[:, 40] = 0
+    expected = tiled_window_attention_with_lse(q.abs(), k, v, WINDOW, key_mask=None, scale=1.0)
+    k[:, 40] = 3e38
+    found = tiled_window_attention_with_lse(q.abs(), k, v, WINDOW, key_mask=None, scale=1.0)
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got[:, :40], wanted[:, :40])

@@ -170,9 +170,11 @@ def tiled_window_attention_with_lse(
     visible = window.contains(i, j) & (j >= 0) & (j < S)
     visible = visible if key_mask is None else visible & key_mask[:, j.clamp(0, S - 1)]
     hidden = ~visible.reshape(-1, n, 1, 1, *visible.shape[-2:])  # ([B,] n, Hkv, G, tile, Kw)
-    # Added, not filled, and one softmax instead of exp: both are many times faster on a CPU.
-    bias = torch.zeros(hidden.shape, dtype=dtype, device=q.device).masked_fill_(hidden, torch.finfo(dtype).min / 2)
-    scores = (queries @ keys.mT).unflatten(3, (H // Hkv, tile)) + bias
+    # Added, not filled, and one softmax instead of exp: both are many times faster on a CPU. Limited, so that a hidden
+    # score that overflows stays hidden.
+    limit = torch.finfo(dtype).max / 4
+    bias = torch.zeros(hidden.shape, dtype=dtype, device=q.device).masked_fill_(hidden, -2 * limit)
+    scores = (queries @ keys.mT).unflatten(3, (H // Hkv, tile)).clamp(max=limit) + bias
     weights = scores.softmax(-1)
     largest = scores.detach().argmax(-1, keepdim=True)
     lse = (scores.gather(-1, largest) - weights.gather(-1, largest).log()).permute(0, 1, 4, 2, 3, 5)
