@@ -224,6 +224,13 @@ def test_a_reason_is_given(options: dict[str, Any], arguments: dict[str, Any], w
     assert why in str(found)
 
 
+@pytest.mark.parametrize("name", ["softmax", "local", "linear", "performer", "linformer", "mixture", "decay", "delta"])
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_decode_step_on_a_cpu(name: str, batch_size: int) -> None:
+    found = explain(name, batch_size, 67, num_heads=2, decode=True, device="cpu", dtype="float32")
+    assert found.decisions[0].operation in ("decode step", "softmax attention")
+
+
 def test_every_argument_is_part_of_the_call() -> None:
     text = str(explain("local", 3, 67, training=True, padded=True, dtype=torch.float16, window=5))
     assert text.splitlines()[0] == "3 × 67 tokens, float16, on cuda, training, padded:"

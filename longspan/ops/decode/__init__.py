@@ -186,9 +186,9 @@ def linear_decode_step(
     Returns:
         (B, 1, H, E) in the dtype of q.
     """
+    if dispatch.recording is not None:  # `linear_step` reads values.
+        return q.new_empty(*q.shape[:3], v.shape[3])
     if pending is not None:
-        if dispatch.recording is not None:
-            return q.new_empty(*q.shape[:3], v.shape[3])
         inputs = q, k, v, rotary, out
         return kernels("linear").decode_linear(inputs, state, pending, feature_map, weight, normalize)
     dtype = q.dtype
