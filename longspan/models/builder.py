@@ -32,7 +32,8 @@ def build_stack(config: ModelConfig) -> Stack:
         sum_streams=config.legacy.sum_streams,
         execution=config.execution,
     )
-    _initialize(stack, config.zero_init_residual)
+    # A ReZero branch begins at zero by its weight; with a zero projection too, neither would ever have a gradient.
+    _initialize(stack, config.zero_init_residual and config.norm_position != "rezero")
     return stack
 
 

@@ -237,7 +237,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     """Limit logits to ± this number by a tanh; None for no limit."""
     zero_init_residual: bool = False
-    """Initialize the output projections of all layers to zero."""
+    """Initialize the output projections of all layers to zero; those of ReZero, which begins at zero, stay random."""
     num_classes: int | None = None
     """Number of outputs of a `Classifier`: classes, or numbers to predict."""
     pooling: Pooling = "mean"

@@ -158,6 +158,17 @@ def test_output_projections_begin_at_zero() -> None:
     assert torch.equal(zero(tokens), zero.logits(zero.transformer.normalize(zero.embedding(tokens))))
 
 
+def test_layers_that_begin_at_zero_are_trained() -> None:
+    """ReZero's weight is zero: with a projection that is zero too, no gradient would reach either."""
+    for position in ("pre", "post", "rezero"):
+        torch.manual_seed(0)
+        given: dict[str, Any] = {"attention": AttentionConfig(num_heads=2), "norm_position": position}
+        model = LanguageModel(ModelConfig(dim=10, depth=2, vocab_size=V, zero_init_residual=True, **given))
+        model.loss(torch.randint(V, (2, 7))).backward()
+        for branch in model.transformer.stack.branches:
+            assert any(x.grad is not None and bool(x.grad.any()) for x in branch.parameters()), position
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
