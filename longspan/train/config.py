@@ -167,15 +167,16 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{_flag(name)} must be above 0, got {value}")
-        for name in ("warmup", "weight_decay", "clip", "divergence", "sample_tokens", "min_lr"):
+        for name in ("warmup", "weight_decay", "clip", "divergence", "sample_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{_flag(name)} must be 0 or more, got {getattr(self, name)}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"--betas are two numbers in [0, 1), as 0.9,0.95, got {self.betas}")
-        if not 0 < self.decay_ratio <= 1 or not 0 <= self.ramp_up <= 1:
-            raise ValueError(
-                f"--decay-ratio must be in (0, 1] and --ramp-up in [0, 1], got {self.decay_ratio} and {self.ramp_up}"
-            )
+        for name in ("min_lr", "ramp_up"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{_flag(name)} must be in [0, 1], got {getattr(self, name)}")
+        if not 0 < self.decay_ratio <= 1:
+            raise ValueError(f"--decay-ratio must be in (0, 1], got {self.decay_ratio}")
         if self.ramp_up and self.accumulate == 1:
             raise ValueError("--ramp-up grows a step to --accumulate batches: give --accumulate 2 or more")
         if self.muon_lr is not None and self.optimizer != "muon":

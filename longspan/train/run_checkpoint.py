@@ -189,7 +189,7 @@ def _load(path: Path, folder: Path, share: slice) -> tuple[Model | None, dict[st
 def check_settings(run: Path, before: dict[str, Any], settings: dict[str, Any], processes: int) -> list[str]:
     """Compare the settings of a command with those of the run that it resumes.
 
-    Some may change: FREE ones, a lower learning rate and a longer warmup, and the number of processes if a step reads
+    Some may change: FREE ones, lower learning rates and a longer warmup, and the number of processes if a step reads
     as many sequences as before.
 
     Args:
@@ -207,11 +207,11 @@ def check_settings(run: Path, before: dict[str, Any], settings: dict[str, Any], 
     found = differences(before["settings"], settings)
     changed = {name: pair for name, pair in found.items() if name.removeprefix("train.") not in FREE}
     allowed = []
-    for name, sign in (("lr", -1), ("warmup", 1)):
-        old, new = changed.get(f"train.{name}", (0, 0))
-        if sign * new > sign * old:
+    for name, sign in (("lr", -1), ("muon_lr", -1), ("embedding_lr", -1), ("warmup", 1)):
+        old, new = changed.get(f"train.{name}", (None, None))
+        if old is not None and new is not None and sign * new > sign * old:
             del changed[f"train.{name}"]
-            allowed.append(f"--{name} {old} → {new}")
+            allowed.append(f"--{name.replace('_', '-')} {old} → {new}")
     readers = before.get("data_processes", before["processes"])
     if processes != readers:
         sizes = before["settings"]["train"]["batch_size"], settings["train"]["batch_size"]

@@ -408,9 +408,14 @@ class Trainer:
             hint = f"; remove {last} to resume from the checkpoint before it"
         return StoppedError(
             f"{message}; the batch of that step is in {path}, {kept}; "
-            f"lower --lr, or increase --warmup, and run the command again{hint}",
+            f"lower {self._rates()}, or increase --warmup, and run the command again{hint}",
             3,
         )
+
+    def _rates(self) -> str:
+        """Return the flags of the learning rates of this run."""
+        own = {"--muon-lr": self.config.muon_lr, "--embedding-lr": self.config.embedding_lr}
+        return " and ".join(["--lr", *(flag for flag, rate in own.items() if rate is not None)])
 
     def _after_step(self) -> None:
         if self._is_due(self.config.log_every) or self.step == 1:
@@ -581,12 +586,15 @@ class Trainer:
         self.timer = TrainingTimer(saved["seconds"])
         self.batches.load_state_dict(saved["position"])
         optimizer = self.optimizer.optimizer
+        ratios = [group.get("lr_ratio") for group in optimizer.param_groups]
         if saved["optimizer"] is None:
             load_sharded(committed_folder(find_checkpoint(self.folder).resolve()), self.model, optimizer)
         elif saved["sharded"] or self.sharded:
             load_optimizer(self.objective, optimizer, saved["optimizer"])
         else:
             optimizer.load_state_dict(saved["optimizer"])
+        for group, ratio in zip(optimizer.param_groups, ratios, strict=True):  # Rates may be lower now.
+            group.update({} if ratio is None else {"lr_ratio": ratio})
         if saved["scaler"] is not None and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(saved["scaler"])
         if len(saved["random"]) == self.processes:

@@ -163,6 +163,23 @@ def test_a_run_with_everything_is_resumed_bit_for_bit(corpus: Path, tmp_path: Pa
     assert files[0] == files[1]
 
 
+def test_rates_can_be_lowered_in_a_run_that_is_resumed(corpus: Path, tmp_path: Path) -> None:
+    """Each by itself: a group has the rate of the settings, not the ratio of before."""
+    run, rates = tmp_path / "run", {"lr": 3e-3, "muon_lr": 2e-2, "embedding_lr": 1e-2}
+    trained(corpus, run, **RECIPE | rates | {"steps": 2})
+    lower = {"lr": 1e-3, "muon_lr": 5e-3, "embedding_lr": 4e-3}
+    for steps, name in enumerate(lower, 3):
+        rates[name] = lower[name]
+        done = longspan(*arguments(corpus, run, **RECIPE | rates | {"steps": steps}), log=tmp_path / "log")
+        assert done.status == 0, done.stderr
+        groups = torch.load(run / "checkpoint" / "training.pt", weights_only=True)["optimizer"]["param_groups"]
+        found = {group["lr_ratio"] * rates["lr"] for group in groups}
+        assert sorted(found) == pytest.approx(sorted(rates.values()))
+    done = longspan(*arguments(corpus, run, **RECIPE | rates | {"muon_lr": 0.5}), log=tmp_path / "log")
+    assert done.status == 2
+    assert "train.muon_lr 0.005 → 0.5" in done.stderr
+
+
 @needs_float8
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # by PyTorch, of norms under autocast
 def test_float8_products_train(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
