@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from longspan.models.config import FeedForwardConfig, ModelConfig
 from longspan.models.transformer import LanguageModel
+from longspan.train.config import TrainConfig
 from longspan.train.loggers import format_duration
+from longspan.train.setup import batches_per_step
 from longspan.train.trainer import Trainer
 
 _MAX_ROW = 512  # tokens of the measured sequence
@@ -22,7 +25,8 @@ _SHARE = 0.25  # of the free memory that measuring may take
 def estimate(trainer: Trainer) -> Iterator[str]:
     """Yield lines of text about data, parameters, state size, memory and time; the measured ones come last."""
     train, data, config = trainer.config, trainer.metadata["data"], trainer.model.config
-    num_tokens = trainer.shape.num_sequences * train.context
+    batches = _mean_batches(train)
+    num_tokens = round(trainer.shape.num_sequences / train.accumulate * batches * train.context)
     yield from trainer.store.describe_sources()
     mechanism = trainer.metadata["settings"]["model"]["attention"]["mechanism"]
     name = mechanism.get("mechanism") if isinstance(mechanism, dict) else mechanism
@@ -33,7 +37,7 @@ def estimate(trainer: Trainer) -> Iterator[str]:
     )
     if isinstance(trainer.model, LanguageModel) and config.causal:
         yield f"state of one sequence: {_format_bytes(trainer.model.state_size())}"
-    fixed = 4 * sum(x.numel() * x.element_size() for x in trainer.objective.parameters())  # gradients, AdamW moments
+    fixed = _weights_and_optimizer(trainer)
     width = 4 if trainer.accelerator.mixed_precision == "no" else 2
     per_token = width * activations_per_token(config)
     batch = train.batch_size * train.context
@@ -47,7 +51,7 @@ def estimate(trainer: Trainer) -> Iterator[str]:
     whole, seconds = _measure(trainer, row, 1 if alone else 0)
     more = (whole - half) / max(1, row // 2) * (train.context - row)  # A part of what is saved is of constant size.
     saved = train.batch_size * (whole + more)
-    seconds *= train.batch_size * train.accumulate * train.context / row
+    seconds *= train.batch_size * batches * train.context / row
     measured = f"from a sequence of {row} tokens"
     yield _memory(measured, fixed, saved, train.batch_size, train.context)
     if fixed + saved > free:
@@ -64,6 +68,21 @@ def estimate(trainer: Trainer) -> Iterator[str]:
         steps = 60 * train.minutes / seconds
         yield f"time: {speed}, about {round(steps):,} steps in {train.minutes:g} minutes"
     yield f"epochs: {num_tokens * steps / max(1, data['train_tokens']):.2f}"
+
+
+def _weights_and_optimizer(trainer: Trainer) -> int:
+    """Return the bytes of weights, of gradients, and of the moments of AdamW (two) or Muon (one)."""
+
+    def size(tensors: Iterable[Tensor]) -> int:
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+    trained = sum((2 if group.get("muon") else 3) * size(group["params"]) for group in trainer.optimizer.param_groups)
+    return size(trainer.objective.parameters()) + trained
+
+
+def _mean_batches(train: TrainConfig) -> float:
+    """Return the mean number of batches of a step, which --ramp-up lowers."""
+    return fmean(batches_per_step(train, i / 1000) for i in range(1000))
 
 
 def activations_per_token(config: ModelConfig) -> int:

@@ -10,6 +10,7 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from longspan.models.config import AttentionConfig, ModelConfig
 from longspan.models.transformer import LanguageModel
 from longspan.train.config import resolve
 from longspan.train.data.batches import Batch, BatchShape
+from longspan.train.muon import layer_matrices
 from longspan.train.objectives import Objective, mask_tokens
 from longspan.train.setup import RedrawSchedule, learning_rate
 
@@ -218,6 +220,30 @@ def test_a_dry_run_prints_sizes_and_writes_nothing(corpus: Path, tmp_path: Path)
     ):
         assert words in done.stdout
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_knows_the_recipe(corpus: Path, tmp_path: Path) -> None:
+    """Muon has one moment, frozen parameters have neither gradient nor moments, and steps that grow are shorter."""
+
+    def printed(**options: Any) -> tuple[float, int]:
+        words = arguments(corpus, tmp_path / "run", **options, model__ngrams="")
+        done = longspan(*words, "--dry-run", log=tmp_path / "log")
+        assert done.status == 0, done.stderr
+        fixed = re.search(r"by formula: ([\d.,]+) KiB for weights", done.stdout)
+        tokens = re.search(r"s per step of ([\d,]+) tokens", done.stdout)
+        assert fixed is not None, done.stdout
+        assert tokens is not None, done.stdout
+        return float(fixed[1].replace(",", "")), int(tokens[1].replace(",", ""))
+
+    (adamw, whole), (muon, grown) = printed(accumulate=3), printed(optimizer="muon", accumulate=3, ramp_up=1.0)
+    model = LanguageModel(replace(_model_of(corpus, tmp_path), ngrams=()))
+    assert muon == pytest.approx(adamw - 4 * sum(x.numel() for x in layer_matrices(model)) / 1024, abs=0.2)
+    assert (whole, grown) == (3 * 3 * 61, pytest.approx(1.5 * 3 * 61, abs=2))
+    weights = 4 * sum(x.numel() for x in model.parameters()) / 1024
+    assert printed(freeze="transformer")[0] == pytest.approx(
+        adamw - 3 * 4 * sum(x.numel() for x in model.transformer.parameters()) / 1024, abs=0.2
+    )
+    assert adamw == pytest.approx(4 * weights, abs=0.2)
 
 
 def _model_of(corpus: Path, tmp_path: Path) -> ModelConfig:
