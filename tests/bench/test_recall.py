@@ -83,8 +83,9 @@ def test_runs_are_reproducible_and_depend_on_seed_rate_and_options() -> None:
     assert len({loss, *(result_of(other, train, score)["train_loss"] for other in others)}) == 6
 
 
-def test_runs_trained_together_are_those_trained_alone() -> None:
-    run_, train, score = small()
+@pytest.mark.parametrize("gate_noise", [0.0, 1.0])
+def test_runs_trained_together_are_those_trained_alone(gate_noise: float) -> None:
+    run_, train, score = small(gate_noise=gate_noise)
     runs = [run_, replace(run_, seed=1), replace(run_, steps=2)]
     together = list(execute(runs, [train[0], score], score, CPU))
     assert [(each.seed, each.steps) for each, _ in together] == [(0, 2), (0, 4), (1, 4)], "the shortest ends first"
@@ -92,6 +93,23 @@ def test_runs_trained_together_are_those_trained_alone() -> None:
         alone = result_of(each, [train[0], score], score)
         assert {**alone, "seconds": 0} == {**found, "seconds": 0}
         assert found["steps"] == each.steps, "a step on each data set in turn"
+
+
+def test_noise_of_gates_is_for_training_alone() -> None:
+    run_, train, score = small(gate_noise=2.0)
+    loss = result_of(run_, train, score)["train_loss"]
+    assert loss == result_of(run_, train, score)["train_loss"] != result_of(*small())["train_loss"]
+    without = replace(run_, mechanism="linear", spec=mechanisms(2, 8, 32)["linear"])
+    quiet = replace(without, recipe=replace(without.recipe, gate_noise=0.0))
+    assert result_of(without, train, score)["train_loss"] == result_of(quiet, train, score)["train_loss"], "no gates"
+    model = training._Training(run_, train, CPU, math.inf).model
+    tokens = train[0].select(torch.arange(3)).tokens
+    assert torch.equal(model.eval()(tokens), model(tokens))
+    assert not torch.equal(model.train()(tokens), model(tokens))
+    chosen = RecallOptions(tasks=("parity", "needle"), gate_noise=0.5)
+    assert [chosen.recipe(task).gate_noise for task in chosen.tasks] == [0.5, 0.5]
+    assert [RecallOptions().recipe(task).gate_noise for task in chosen.tasks] == [2.0, 0.0]
+    assert RecallOptions(gate_noise=0.0).recipe("parity").gate_noise == 0
 
 
 def test_training_ends_when_solved_or_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,6 +413,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({"tasks": ()}, "tasks and seeds must not be empty"),
     "size": ({"jobs": 0}, "jobs must be positive, got 0"),
     "rate": ({"lrs": (0.0,)}, "lrs must be positive, got 0.0"),
+    "noise": ({"gate_noise": -1.0}, "gate_noise must be 0 or more, got -1"),
     "seed": ({"seeds": (-1,)}, "seeds must be 0 or more, got -1"),
     "heads": ({"heads": 3}, r"dim \(16\) must be a multiple of heads \(3\)"),
     "length": ({"length": 3}, "too short"),

@@ -18,7 +18,7 @@ from longspan.utils import write_atomically
 
 IDENTITY = (
     *("task", "mechanism", "stage", "lr", "seed", "max_steps", "max_seconds", "spec", "layer", "score", "train"),
-    *("batch_tokens", "train_tokens", "length_buckets", "solved", "precision"),
+    *("batch_tokens", "train_tokens", "length_buckets", "solved", "precision", "gate_noise"),
 )
 
 
@@ -42,6 +42,7 @@ def identify(run: RecallRun) -> Row:
         "length_buckets": recipe.length_buckets,
         "solved": recipe.solved,
         "precision": recipe.precision,
+        "gate_noise": recipe.gate_noise,
     }
 
 
@@ -52,7 +53,8 @@ def key(row: Mapping[str, Any]) -> str:
 
 def read(path: Path) -> list[Row]:
     """Return the results in a file."""
-    return [{"length_buckets": 1, **row} for row in jsonl.read(path, "task", "mechanism", "stage", "status")]
+    rows = jsonl.read(path, "task", "mechanism", "stage", "status")
+    return [{"length_buckets": 1, "gate_noise": 0.0, **row} for row in rows]
 
 
 def best_lr(rows: Iterable[Row]) -> float:

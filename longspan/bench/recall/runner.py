@@ -71,6 +71,8 @@ class RecallOptions:
     """Normalize each head's output. By default true."""
     out_gate: OutGate | None = None
     """Gate of the heads' outputs: none, sigmoid, silu. By default silu."""
+    gate_noise: float | None = None
+    """Standard deviation of noise added to the mechanisms' gates in training. By default 2 for parity, 0 otherwise."""
     lrs: tuple[float, ...] = ()
     """Learning rates to choose from on seed 0; a single one is used as it is. By default two of each task."""
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -101,6 +103,8 @@ class RecallOptions:
             _check_positive(name, getattr(self, name))
         for name in ("jobs", "minutes", "threads", "run_seconds"):
             _check_positive(name, getattr(self, name))
+        if self.gate_noise is not None and not 0 <= self.gate_noise < math.inf:
+            raise ValueError(f"gate_noise must be 0 or more, got {self.gate_noise:g}")
         if any(lr <= 0 for lr in self.lrs):
             raise ValueError(f"lrs must be positive, got {', '.join(map(str, self.lrs))}")
         if any(seed < 0 for seed in self.seeds):
@@ -121,6 +125,7 @@ class RecallOptions:
         changes: dict[str, Any] = {"lrs": self.lrs or recipe.lrs, "steps": self.steps or recipe.steps}
         for name in ("batch_tokens", "train_tokens"):
             changes[name] = getattr(self, name) or getattr(recipe, name)
+        changes["gate_noise"] = recipe.gate_noise if self.gate_noise is None else self.gate_noise
         given = {each.name: getattr(self, each.name) for each in fields(LayerOptions)}
         layer = replace(recipe.layer, **{name: value for name, value in given.items() if value is not None})
         return replace(recipe, layer=layer, **changes)

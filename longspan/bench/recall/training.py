@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspan.bench.recall.variants import LayerOptions, Recipe, Spec, model_config
+from longspan.models.layers import Attention
 from longspan.models.transformer import Classifier, LanguageModel
 from longspan.ops.loss import IGNORE_INDEX
 from longspan.train.synthetic.datasets import Dataset
@@ -100,6 +101,9 @@ class _Training:
         torch.manual_seed(run.seed)
         self.model = (LanguageModel if config.num_classes is None else Classifier)(config)
         self.model.to(device)
+        self._noise = torch.Generator(device).manual_seed(run.seed)
+        if run.recipe.gate_noise:
+            _add_noise_to_gates(self.model, run.recipe.gate_noise, self._noise)
         self._lr = torch.tensor(0.0, device=device)
         capturable = device.type == "cuda"
         self._optimizer = torch.optim.AdamW(
@@ -137,6 +141,7 @@ class _Training:
             self._steps()
         else:
             self._graph = torch.cuda.CUDAGraph()
+            self._graph.register_generator_state(self._noise)
             with torch.cuda.graph(self._graph, stream=self.stream):
                 self._steps()
             self._graph.replay()
@@ -206,6 +211,20 @@ class _Training:
             "parameters": sum(p.numel() for p in model.parameters()),
             "state_numbers": model.state_size() // 4 if isinstance(model, LanguageModel) else None,
         }
+
+
+def _add_noise_to_gates(model: nn.Module, deviation: float, generator: torch.Generator) -> None:
+    """Add noise to what is projected for the gates of mechanisms, in training."""
+
+    def add(layer: nn.Module, _: object, gates: Tensor) -> Tensor:
+        if not layer.training:
+            return gates
+        drawn = torch.randn(gates.shape, generator=generator, device=gates.device, dtype=gates.dtype)
+        return gates + deviation * drawn
+
+    for module in model.modules():
+        if isinstance(module, Attention) and module.to_mechanism_gates is not None:
+            module.to_mechanism_gates.register_forward_hook(add)
 
 
 def _schedule(step: int, steps: int) -> float:

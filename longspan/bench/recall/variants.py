@@ -93,6 +93,8 @@ class Recipe:
         length_buckets: Batches are drawn from this many parts of a data set in turn, by length, to save padding.
         solved: Training ends when the mean loss of a block of steps is below this (nats per answer).
         precision: "bf16" by autocast on a GPU, or "fp32".
+        gate_noise: Standard deviation of Gaussian noise that is added to mechanisms' raw gates in training. Gates that
+            are open or closed do not pass it on, so that a model learns such gates (Salakhutdinov and Hinton, 2009).
         layer: Sizes and options of the models.
     """
 
@@ -105,6 +107,7 @@ class Recipe:
     length_buckets: int = 1
     solved: float = 0.005
     precision: Literal["bf16", "fp32"] = "bf16"
+    gate_noise: float = 0.0
     layer: LayerOptions = LayerOptions()
 
     @property
@@ -141,6 +144,8 @@ def _parity(length: int) -> Recipe:
         lrs=(1e-2, 3e-2),
         solved=0.0,  # errors too small to matter at 40 bits add up over 256
         precision="fp32",
+        # Without it the loss leaves β of a zero bit at 0.005, say, whose writes matter after 200 bits and not after 40.
+        gate_noise=2.0,
         # A convolution lets keys depend on the bits before: reflections along different axes add up to a rotation.
         layer=LayerOptions(conv_size=0),
     )
