@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from longspan.train.config import TrainConfig
@@ -27,14 +27,19 @@ class StoppedError(Exception):
 
 
 class TrainingTimer:
-    """Seconds spent on training steps; evaluation, saving and compilation are excluded by `paused`."""
+    """Seconds spent on training steps; evaluation, saving and compilation are excluded by `paused`.
 
-    def __init__(self, seconds: float = 0.0) -> None:
-        self._before, self._since = seconds, time.perf_counter()
+    Args:
+        seconds: Those of an earlier part of the run.
+        clock: What tells the time.
+    """
+
+    def __init__(self, seconds: float = 0.0, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._before, self._since, self._clock = seconds, clock(), clock
 
     @property
     def seconds(self) -> float:
-        return self._before + time.perf_counter() - self._since
+        return self._before + self._clock() - self._since
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -43,7 +48,7 @@ class TrainingTimer:
         try:
             yield
         finally:
-            self._before, self._since = seconds, time.perf_counter()
+            self._before, self._since = seconds, self._clock()
 
 
 class InterruptedWorkError(Exception):

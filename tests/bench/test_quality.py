@@ -7,6 +7,7 @@ import random
 import re
 import runpy
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,13 @@ def test_a_candidate_trains_for_a_time_and_is_scored_on_the_end(text: Path) -> N
     assert len(result.metrics["held_out_curve"]) == 1
     layers = result.metrics["settings"]["model"]["attention"]["mechanism"]
     assert [layer["mechanism"] for layer in layers] == ["delta", "local"]
+
+
+def test_seconds_of_a_cpu_are_those_of_the_processor(text: Path) -> None:
+    """What waits, or runs beside others, trains no shorter."""
+    result = subject(text, seconds=0.5).measure(Case(64, batch_size=2), QUICK, lambda: time.sleep(1))
+    assert result.metrics["steps"] > 1
+    assert (result.metrics["clock"], result.metrics["train_seconds"] >= 0.5) == ("processor", True)
 
 
 def test_the_curve_of_the_held_out_text(text: Path) -> None:
