@@ -108,7 +108,7 @@ def test_noise_of_gates_is_for_training_alone() -> None:
     assert not torch.equal(model.train()(tokens), model(tokens))
     chosen = RecallOptions(tasks=("parity", "needle"), gate_noise=0.5)
     assert [chosen.recipe(task).gate_noise for task in chosen.tasks] == [0.5, 0.5]
-    assert [RecallOptions().recipe(task).gate_noise for task in chosen.tasks] == [2.0, 0.0]
+    assert [RecallOptions().recipe(task).gate_noise for task in chosen.tasks] == [4.0, 0.0]
     assert RecallOptions(gate_noise=0.0).recipe("parity").gate_noise == 0
 
 

@@ -145,7 +145,7 @@ def _parity(length: int) -> Recipe:
         solved=0.0,  # errors too small to matter at 40 bits add up over 256
         precision="fp32",
         # Without it the loss leaves β of a zero bit at 0.005, say, whose writes matter after 200 bits and not after 40.
-        gate_noise=2.0,
+        gate_noise=4.0,  # e^(noise²/2) times a small β on average; 2 is too little for some seeds
         # A convolution lets keys depend on the bits before: reflections along different axes add up to a rotation.
         layer=LayerOptions(conv_size=0),
     )
