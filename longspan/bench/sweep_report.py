@@ -168,6 +168,26 @@ def summary_table(rows: Sequence[Row]) -> TextTable:
     return TextTable(header, body, text_columns=2)
 
 
+def speed_table(rows: Sequence[Row], dims: Sequence[int] = (64, 128), step: str = "forward_backward_ms") -> TextTable:
+    """Return how many times as fast as full attention each causal mechanism is, by tokens and head dimension."""
+    found, speeds = ratios(rows), {}
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if cell_key(row) in found and row["case"]["causal"] and row["case"]["head_dim"] in dims:
+            groups.setdefault(row["name"], []).append(row)
+    for name, group in groups.items():
+        for row in _most_common(group):
+            case = row["case"]
+            speeds[name, (case["length"], case["head_dim"])] = 1 / found[cell_key(row)][step]
+    shapes = sorted({shape for _, shape in speeds})
+    body = [[name, *(_speed(speeds.get((name, shape))) for shape in shapes)] for name in groups]
+    return TextTable(["tokens × head dim", *(f"{length:,} × {dim}" for length, dim in shapes)], body)
+
+
+def _speed(speed: float | None) -> str:
+    return "–" if speed is None else f"{speed:.{0 if speed >= 9.95 else 1}f}×"
+
+
 def _is_long(row: Row) -> bool:
     return row["case"]["length"] >= SHORTEST
 

@@ -16,6 +16,7 @@ from longspan.bench import quality, sweep_report
 from longspan.bench.jsonl import read
 from longspan.bench.recall import results as recall_results
 from longspan.bench.report import TextTable, three_digits
+from longspan.bench.subjects.peers import SDPA
 from longspan.utils import choose
 
 RESULTS = Path("benchmarks/results")
@@ -88,19 +89,21 @@ def table(name: str, results: Path) -> TextTable:
     """Return one of `TABLES`, generated from the results in a folder."""
     if choose("table", name, TABLES) == "ratios":
         return _ratios(results)
+    if name == "full-attention":
+        return sweep_report.speed_table(read(results / "h200-sweep.jsonl"))
     if name in _STREAMS:
         return _streams(_content(results, _STREAMS[name]))
     if name == "linearize-stages":
         return _linearize_stages(_content(results, "h200-linearize"))
     if name in _JSONL:
-        read, make = _JSONL[name]
-        return make(read(results / f"{name}.jsonl"))
+        read_rows, make = _JSONL[name]
+        return make(read_rows(results / f"{name}.jsonl"))
     file, columns = _COLUMNS[name]
     return TextTable(list(columns), [[cell(row) for cell in columns.values()] for row in _rows(results, file)])
 
 
 def _ratios(results: Path) -> TextTable:
-    """The ratios of every peer in the first comparison of each results file that has it."""
+    """The ratios of every other library in the first comparison of each results file that has it."""
     rows, seen = [], set()
     for title, file, *steps in (
         ("H200, causal", "h200-causal", "forward_graph_ms", "forward_backward_graph_ms"),
@@ -115,7 +118,9 @@ def _ratios(results: Path) -> TextTable:
         for row in _rows(results, file):
             found = [row.get("ratios", {}).get(step) for step in (*steps, "")[:3]]
             key = file, row["mechanism"], row["name"]
-            if row["package"] == "longspan" or key in seen or not any(found) or row["name"].endswith("autocast"):
+            if row["package"] == "longspan" or row["name"] == SDPA or row["name"].endswith("autocast"):
+                continue
+            if key in seen or not any(found):
                 continue
             seen.add(key)
             cells = ["" if ratio is None else f"{ratio:.1f}×" for ratio in found]
@@ -313,7 +318,7 @@ _JSONL: dict[str, tuple[Callable[[Path], list[Row]], Callable[[list[Row]], TextT
 }
 _STREAMS = {"serve-streams": "cpu-serve-streams", "h200-serve-streams": "h200-serve", "serve-int8": "cpu-serve-int8"}
 _STREAMS |= {"serve-speculation": "cpu-serve-speculation", "serve-int8-two-threads": "cpu-serve-int8-two-threads"}
-TABLES = ("ratios", *_COLUMNS, *_JSONL, *_STREAMS, "linearize-stages")
+TABLES = ("full-attention", "ratios", *_COLUMNS, *_JSONL, *_STREAMS, "linearize-stages")
 SENTENCES: dict[str, Callable[[Path], str]] = {"compile": _compile_modes}
 
 

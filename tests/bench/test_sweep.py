@@ -32,6 +32,7 @@ from longspan.bench.sweep_report import (
     grouped_cliff_table,
     panels,
     ratios,
+    speed_table,
     summary_table,
 )
 from longspan.bench.timing import cpu_ms
@@ -89,6 +90,19 @@ def row(name: str, ms: float, *, size: int | None = None, status: str = "ok", **
 
 def cells(**changes: Any) -> list[Cell]:
     return plan(SweepOptions(**{**TINY, **changes}))
+
+
+def test_speeds_beside_full_attention_are_of_causal_cells_by_length_and_head_dimension() -> None:
+    shapes = [{"length": length, "head_dim": dim} for length in (2048, 4096) for dim in (64, 128, 256)]
+    rows = [row(SDPA, 8.0, **shape, causal=True) for shape in shapes]
+    rows += [row("linear", 16.0 if shape["head_dim"] == 128 else 0.5, **shape, causal=True) for shape in shapes]
+    rows += [row("local", 3.2, **shapes[0], causal=True), row("local", 0.1, **shapes[3], causal=True, dtype="float16")]
+    rows += [row(SDPA, 8.0, **shapes[0], causal=False), row("linear", 1.0, **shapes[0], causal=False)]
+    assert speed_table(rows) == (
+        ["tokens × head dim", "2,048 × 64", "2,048 × 128", "4,096 × 64", "4,096 × 128"],
+        [["linear", "16×", "0.5×", "16×", "0.5×"], ["local", "2.5×", "–", "–", "–"]],
+        1,
+    )
 
 
 def test_a_first_part_of_the_plan_covers_the_grid_coarsely() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from longspan.bench.report import TextTable
-from longspan.bench.tables import DOCUMENTS, RESULTS, TABLES, fill, update
+from longspan.bench.tables import DOCUMENTS, RESULTS, TABLES, fill, table, update
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,10 +23,17 @@ def test_tables_are_up_to_date(document: Path) -> None:
 
 
 def test_every_table_is_in_a_document() -> None:
-    text = "".join((ROOT / document).read_text(encoding="utf-8") for document in DOCUMENTS)
-    assert sorted(re.findall(r"<!-- table: ([\w-]+) -->", text)) == sorted(TABLES)
-    # The README has the ratios only.
-    assert re.findall(r"<!-- table: ([\w-]+) -->", (ROOT / "README.md").read_text(encoding="utf-8")) == ["ratios"]
+    names = {path: re.findall(r"<!-- table: ([\w-]+) -->", (ROOT / path).read_text("utf-8")) for path in DOCUMENTS}
+    assert names.pop(Path("README.md")) == ["full-attention", "ratios"]  # the summary, which the benchmarks have too
+    assert sorted(name for found in names.values() for name in found) == sorted(TABLES)
+
+
+def test_the_readme_compares_other_libraries_and_full_attention_where_it_is_faster_too() -> None:
+    full, ratios = (table(name, ROOT / RESULTS) for name in ("full-attention", "ratios"))
+    assert {"linear", "mixture"} <= {row[0] for row in full.rows}
+    assert any(float(cell.rstrip("×")) < 1 for row in full.rows for cell in row[1:])
+    compared = [row[2] for row in ratios.rows]
+    assert "PyTorch SDPA" not in compared and "FlexAttention, 256 keys" in compared
 
 
 def test_a_changed_table_is_restored(tmp_path: Path) -> None:
