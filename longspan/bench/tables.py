@@ -126,7 +126,7 @@ def _ratios(results: Path) -> TextTable:
             cells = ["" if ratio is None else f"{ratio:.1f}×" for ratio in found]
             rows.append([title, row["ratio_to"], row["name"], _shape(row), *cells])
     header = ["", "longspan", "compared with", "shape", "forward", "forward + backward", "per token"]
-    return TextTable(header, rows, text_columns=4)
+    return TextTable(header, rows, text_columns=3)
 
 
 def _rows(results: Path, file: str) -> list[Row]:
