@@ -56,7 +56,9 @@ def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_table_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"unknown table 'casual'; there is full-attention, ratios, causal.*did you mean 'causal'"):
+    with pytest.raises(
+        ValueError, match=r"unknown table 'casual'; there is full-attention, ratios.*did you mean 'causal'"
+    ):
         fill("<!-- table: casual -->\n<!-- end -->", ROOT / RESULTS)
 
 
