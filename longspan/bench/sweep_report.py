@@ -168,8 +168,8 @@ def summary_table(rows: Sequence[Row]) -> TextTable:
     return TextTable(header, body, text_columns=2)
 
 
-def speed_table(rows: Sequence[Row], dims: Sequence[int] = (64, 128), step: str = "forward_backward_ms") -> TextTable:
-    """Return how many times as fast as full attention each causal mechanism is, by tokens and head dimension."""
+def speed_table(rows: Sequence[Row], dims: Sequence[int] = (64, 128)) -> TextTable:
+    """Return how many times as fast as full attention causal mechanisms are, forward and backward, by shape."""
     found, speeds = ratios(rows), {}
     groups: dict[str, list[Row]] = {}
     for row in rows:
@@ -178,7 +178,7 @@ def speed_table(rows: Sequence[Row], dims: Sequence[int] = (64, 128), step: str 
     for name, group in groups.items():
         for row in _most_common(group):
             case = row["case"]
-            speeds[name, (case["length"], case["head_dim"])] = 1 / found[cell_key(row)][step]
+            speeds[name, (case["length"], case["head_dim"])] = 1 / found[cell_key(row)]["forward_backward_ms"]
     shapes = sorted({shape for _, shape in speeds})
     body = [[name, *(_speed(speeds.get((name, shape))) for shape in shapes)] for name in groups]
     return TextTable(["tokens × head dim", *(f"{length:,} × {dim}" for length, dim in shapes)], body)
