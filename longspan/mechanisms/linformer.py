@@ -213,7 +213,7 @@ class LinformerAttention(Mechanism):
     def _fused_layer(self, layer: AttentionLayer, x: Tensor) -> Tensor | None:
         """Compute a self-attention layer of plain projections in one kernel, or return None where it does not apply."""
         table = self.keys
-        if table is not self.values or not self._is_table_product:
+        if table is not self.values or self._why_no_table_product() is not None:
             return None
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
         queries, keys, out = (map.weight for map in (layer.to_q, layer.to_kv, layer.to_out))
@@ -223,12 +223,16 @@ class LinformerAttention(Mechanism):
         self.check_length(x.shape[1])
         return linformer_layer(x, queries, keys, table.table, out, layer.to_out.bias, problem, dtype)
 
-    @property
-    def _is_table_product(self) -> bool:
-        """Whether compressed keys and values are products with tables and nothing else, without dropout."""
+    def _why_no_table_product(self) -> str | None:
+        """Return the options that make compression more than products with tables; None without them."""
         keys = self.keys
-        product = not keys.periodic and keys.bias is None and not (self.training and self.dropout > 0)
-        return product and keys.is_table and self.values.is_table
+        options = {
+            "a convolution": not (keys.is_table and self.values.is_table),
+            "a bias": keys.bias is not None,
+            "a periodic table": keys.periodic,
+            "dropout": self.training and self.dropout > 0,
+        }
+        return ", ".join(name for name, given in options.items() if given) or None
 
     def _problem(self, shared_kv: bool = False) -> CompressedProblem:
         dims = self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim
@@ -255,11 +259,12 @@ class LinformerAttention(Mechanism):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
         self.check_length(k.shape[1])
-        eager = key_mask is not None or not self._is_table_product or not q.dtype == k.dtype == v.dtype
-        if eager and dispatch.recording is not None:
-            why = "a mask, a convolution, a bias, a periodic table, dropout or mixed dtypes"
+        why = "a mask" if key_mask is not None else self._why_no_table_product()
+        if why is None and not q.dtype == k.dtype == v.dtype:
+            why = "q, k and v of several dtypes"
+        if why is not None and dispatch.recording is not None:
             dispatch.record("compression of keys and values", dispatch.TORCH, why)
-        if not eager and compressed.why_not_triton(q, q.dtype, self._problem()) is None:
+        if why is None and compressed.why_not_triton(q, q.dtype, self._problem()) is None:
             return linformer_attention(q, k, v, self.keys.table, self.values.table)
         key_mask, k, v = self._number_tokens(key_mask, k, v)
         keys = self.keys.compress(k)
@@ -421,8 +426,10 @@ class LinformerAttention(Mechanism):
     def _fused_causal(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether the kernels compute causal attention without storing the scores."""
         why = why_not_triton_causal(q, k, v, self.rank)
-        if self.keys.kind == "convolution" or (self.training and self.dropout > 0):
-            why = "a convolution or dropout"
+        if self.keys.kind == "convolution":
+            why = "a convolution"
+        elif self.training and self.dropout > 0:
+            why = "dropout"
         elif self.keys.periodic and self.keys.bias is not None:
             why = "a periodic table with a bias"
         if dispatch.recording is not None:

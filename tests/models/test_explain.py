@@ -241,10 +241,13 @@ def test_every_argument_is_part_of_the_call() -> None:
     assert algorithms(crossed) == ["bidirectional"]
     # A mask keeps Linformer from its kernel for compression, training keeps dropout from that of attention.
     masked = explain("linformer", 1, 257, causal=False, padded=True, rank=11, max_length=257)
-    assert masked.decisions[0].operation == "compression of keys and values"
+    assert masked.decisions[0][::2] == ("compression of keys and values", "a mask")
     dropped = {"causal": False, "rank": 11, "max_length": 257, "dropout": 0.1}
     assert algorithms(explain("linformer", 1, 257, **dropped)) == ["compressed"]
-    assert algorithms(explain("linformer", 1, 257, training=True, **dropped)) == []
+    dropping = explain("linformer", 1, 257, training=True, **dropped)
+    assert (algorithms(dropping), dropping.decisions[0].why) == ([], "dropout")
+    biased = explain("linformer", 1, 257, causal=False, rank=11, max_length=257, bias=True, periodic=True)
+    assert biased.decisions[0].why == "a bias, a periodic table"
     assert algorithms(explain("linear", 1, 67, num_heads=2, head_dim=128)) == ["fused_chunk"]
     assert algorithms(explain("linear", 1, 67, num_heads=2, head_dim=192)) == ["tiled_chunk"]
     assert algorithms(explain("linear", 1, 67, dtype="float32")) == ["chunk"]

@@ -105,7 +105,7 @@ def why_not_triton(x: Tensor, dtype: DType, problem: CompressedProblem) -> str |
 
 def _why_not_triton(x: Tensor, dtype: DType, problem: CompressedProblem) -> str | None:
     if not dispatch.eager_untraced(x):
-        return "the tensors are not on CUDA, or a tracer is active (torch.compile, torch.func, tensor subclass)"
+        return dispatch.unavailable(x) or "a traced call (torch.compile, torch.func or a tensor subclass)"
     if dtype not in (bfloat16, float16) or not HAS_FLOAT32_RESULTS:
         return f"{str(dtype).removeprefix('torch.')}; the kernels take bfloat16 and float16, with PyTorch 2.8 or newer"
     dim, group = max(problem.head_dim, problem.value_dim), problem.num_heads / problem.num_kv_heads
