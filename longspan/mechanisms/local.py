@@ -102,6 +102,8 @@ class LocalAttention(Mechanism):
         self.query_offset = query_offset
         self.window = _window(window, look_back, look_ahead, shared_qk)
         self.bias: nn.Module | Tensor | None
+        if bias is not None and not isinstance(bias, nn.Module | Tensor):
+            raise ValueError(f"bias must be a module of distances, a tensor or None, got {bias!r}")
         if isinstance(bias, Tensor):
             size = self.window.block_size or (bias.shape[1] if bias.ndim == 3 else 1)
             back, ahead = self.window.blocks(size)

@@ -132,6 +132,8 @@ def test_other_windows() -> None:
         build("local", window=(2, 2), look_back=1)
     with refused("a bias table has shape (H, P, (back + 1 + ahead)·P), here (3, 4, 8)", "got (3, 4, 4)"):
         build("local", window=4, look_back=1, bias=torch.zeros(3, 4, 4))
+    with refused("bias must be a module of distances, a tensor or None", "got 'learned'"):
+        build("local", window=4, bias="learned")
 
 
 @ALL
