@@ -257,6 +257,23 @@ def test_every_argument_is_part_of_the_call() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("linear", {"blind_spot": 4}, "a blind spot (4)"),
+        ("linear", {"feature_map": "hedgehog"}, "the feature map Hedgehog, which is not one of the kernels'"),
+        ("performer", {"epsilon": 0.5}, "an epsilon (0.5) added to the features"),
+        ("local", {"window": 5, "xpos": 32}, "xpos"),
+        ("local", {"window": 5, "query_offset": 2}, "query_offset"),
+        ("local", {"window": 5, "bias": torch.zeros(4, 1, 9)}, "a bias"),
+        ("softmax", {}, "SoftmaxAttention has no kernel for it"),
+    ],
+)
+def test_what_keeps_a_decode_step_from_kernels(name: str, options: dict[str, Any], why: str) -> None:
+    found = explain(name, 1, 67, num_heads=4, decode=True, **options)
+    assert found.decisions[0] == ("decode step", "torch", why)
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"packed": [3], "padded": True}, "packed sequences are one row"),
