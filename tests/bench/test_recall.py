@@ -39,6 +39,15 @@ def result_of(run_: RecallRun, train: list[Dataset], score: Dataset) -> dict[str
 TINY = LayerOptions(dim=16, heads=2)
 
 
+def test_a_single_layer_has_no_hybrids_of_layers() -> None:
+    for depth, some in ((1, False), (2, True)):
+        names = RecallOptions(tasks=("needle",), depth=depth).recipe("needle").mechanisms
+        assert any("/" in name for name in names) == some
+        assert "local+delta" in names
+    with pytest.raises(ValueError, match="delta/local"):
+        RecallOptions(tasks=("parity",), mechanisms=("delta/local",))
+
+
 def test_every_mechanism_has_a_state_of_equal_size() -> None:
     layer = LayerOptions(dim=32, heads=2, conv_size=0)
     sizes = {
@@ -108,7 +117,7 @@ def test_noise_of_gates_is_for_training_alone() -> None:
     assert not torch.equal(model.train()(tokens), model(tokens))
     chosen = RecallOptions(tasks=("parity", "needle"), gate_noise=0.5)
     assert [chosen.recipe(task).gate_noise for task in chosen.tasks] == [0.5, 0.5]
-    assert [RecallOptions().recipe(task).gate_noise for task in chosen.tasks] == [4.0, 0.0]
+    assert [RecallOptions().recipe(task).gate_noise for task in chosen.tasks] == [2.0, 0.0]
     assert RecallOptions(gate_noise=0.0).recipe("parity").gate_noise == 0
 
 
@@ -186,7 +195,7 @@ def test_tasks_have_layers_of_their_own_unless_given(tmp_path: Path) -> None:
     default = RecallOptions(tasks=everything)
     assert {task: default.recipe(task).layer for task in everything} == {
         **dict.fromkeys(everything, LayerOptions()),
-        "parity": LayerOptions(conv_size=0),
+        "parity": LayerOptions(depth=1, conv_size=0),
         "listops": LayerOptions(depth=4, heads=4),
     }
     given = LayerOptions(dim=24, depth=3, heads=1, conv_size=3, out_norm=False, out_gate="sigmoid")

@@ -62,7 +62,7 @@ class RecallOptions:
     dim: int | None = None
     """Width of the models. By default 128."""
     depth: int | None = None
-    """Number of layers. By default 2; 4 for listops."""
+    """Number of layers. By default 2; 1 for parity, 4 for listops."""
     heads: int | None = None
     """Number of heads. By default 2; 4 for listops."""
     conv_size: int | None = None
@@ -72,7 +72,7 @@ class RecallOptions:
     out_gate: OutGate | None = None
     """Gate of the heads' outputs: none, sigmoid, silu. By default silu."""
     gate_noise: float | None = None
-    """Standard deviation of noise added to the mechanisms' gates in training. By default 4 for parity, 0 otherwise."""
+    """Standard deviation of noise added to the mechanisms' gates in training. By default 2 for parity, 0 otherwise."""
     lrs: tuple[float, ...] = ()
     """Learning rates to choose from on seed 0; a single one is used as it is. By default two of each task."""
     seeds: tuple[int, ...] = (0, 1, 2)

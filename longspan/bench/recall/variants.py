@@ -112,8 +112,9 @@ class Recipe:
 
     @property
     def mechanisms(self) -> dict[str, Spec]:
-        """The mechanisms to compare, by name."""
-        return mechanisms(self.layer.heads, self.layer.dim // self.layer.heads, self.score.length)
+        """The mechanisms to compare, by name: those that fit into the layers."""
+        found = mechanisms(self.layer.heads, self.layer.dim // self.layer.heads, self.score.length)
+        return {name: spec for name, spec in found.items() if isinstance(spec, dict) or len(spec) <= self.layer.depth}
 
 
 def _mqar(length: int) -> Recipe:
@@ -144,10 +145,12 @@ def _parity(length: int) -> Recipe:
         lrs=(1e-2, 3e-2),
         solved=0.0,  # errors too small to matter at 40 bits add up over 256
         precision="fp32",
-        # Without it the loss leaves β of a zero bit at 0.005, say, whose writes matter after 200 bits and not after 40.
-        gate_noise=4.0,  # e^(noise²/2) times a small β on average; 2 is too little for some seeds
-        # A convolution lets keys depend on the bits before: reflections along different axes add up to a rotation.
-        layer=LayerOptions(conv_size=0),
+        # Without it the loss leaves β of a zero bit at 0.005, say: its writes matter after 200 bits and not after 40.
+        # On average it multiplies a small β by e², more than the lengths differ.
+        gate_noise=2.0,
+        # A convolution, or a layer before, lets keys depend on the bits before: reflections along different axes add up
+        # to a rotation.
+        layer=LayerOptions(depth=1, conv_size=0),
     )
 
 
