@@ -343,6 +343,16 @@ def table(rows: Sequence[Row]) -> TextTable:
     return TextTable(header, body)
 
 
+def steps_table(rows: Sequence[Row]) -> TextTable:
+    """Return steps, tokens per second and bits per byte of every candidate and time, as means over seeds."""
+    finished, body = [row for row in rows if row["status"] == "ok"], []
+    for name, seconds in dict.fromkeys((row["candidate"], row["seconds"]) for row in finished):
+        own = [row for row in finished if (row["candidate"], row["seconds"]) == (name, seconds)]
+        steps, speed, bits = (fmean(row[key] for row in own) for key in ("steps", "tokens_per_second", "bits_per_byte"))
+        body.append([name, f"{seconds:g}", f"{steps:,.0f}", f"{speed:,.0f}", f"{bits:.3f}", str(len(own))])
+    return TextTable(["", "seconds", "steps", "tokens/s", "bits per byte", "seeds"], body)
+
+
 def _subjects(options: QualityOptions) -> Iterator[tuple[QualitySubject, Case]]:
     """What to train, in order: all candidates of a seed and a context together."""
     names = options.candidates or tuple(candidates(8, 4096))

@@ -20,7 +20,8 @@ from longspan.bench.subjects.peers import SDPA
 from longspan.utils import choose
 
 RESULTS = Path("benchmarks/results")
-DOCUMENTS = tuple(map(Path, ("README.md", "docs/benchmarks.md", "docs/linearize.md", "docs/serving.md")))
+_DOCUMENTS = "README.md", "docs/benchmarks.md", "docs/linearize.md", "docs/serving.md", "docs/mechanisms/performer.md"
+DOCUMENTS = tuple(map(Path, _DOCUMENTS))
 Row = dict[str, Any]
 Cell = Callable[[Row], str]
 
@@ -310,6 +311,7 @@ _COLUMNS: dict[str, tuple[str, dict[str, Cell]]] = {
 _JSONL: dict[str, tuple[Callable[[Path], list[Row]], Callable[[list[Row]], TextTable]]] = {
     "h200-quality-90s": (quality.read_results, quality.table),
     "h200-recipe": (quality.read_results, quality.table),
+    "cpu-performer": (quality.read_results, quality.steps_table),
     "h200-recall": (recall_results.read, recall_results.table),
     "h200-recall-1200": (recall_results.read, recall_results.table),
     "cpu-recall": (recall_results.read, recall_results.table),

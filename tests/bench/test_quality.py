@@ -56,6 +56,17 @@ def test_seconds_of_a_cpu_are_those_of_the_processor(text: Path) -> None:
     assert (result.metrics["clock"], result.metrics["train_seconds"] >= 0.5) == ("processor", True)
 
 
+def test_the_table_of_steps_has_a_row_for_each_candidate_and_time() -> None:
+    row = {"status": "ok", "candidate": "softmax", "seconds": 40.0, "steps": 1200, "tokens_per_second": 5000}
+    rows = [{**row, "bits_per_byte": bits} for bits in (2.1, 2.2)]
+    other = {**row, "seconds": 17.5, "steps": 3, "bits_per_byte": 3.0}
+    failed = {"status": "error", "candidate": "softmax", "seconds": 40.0}
+    assert quality.steps_table([*rows, other, failed]).rows == [
+        ["softmax", "40", "1,200", "5,000", "2.150", "2"],
+        ["softmax", "17.5", "3", "5,000", "3.000", "1"],
+    ]
+
+
 def test_the_curve_of_the_held_out_text(text: Path) -> None:
     result = subject(text, seconds=0.5, eval_every=2).measure(Case(16, batch_size=2), QUICK)
     scores = result.metrics["held_out_curve"]
