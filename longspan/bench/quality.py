@@ -241,7 +241,8 @@ class QualitySubject(Subject):
             "tokens_per_second": round(last["tokens"] / last["seconds"]),
             "parameters": trainer.metadata["parameters"],
             "process_seconds": time.perf_counter() - started,
-            "settings": trainer.metadata["settings"],
+            # Files without the temporary folder.
+            "settings": json.loads(json.dumps(trainer.metadata["settings"]).replace(json.dumps(f"{folder}/")[1:-1], "")),
             "curve": _curve(logger.records, "bits_per_byte"),
             "held_out_curve": _curve(logger.records, "eval_bits_per_byte"),
         }

@@ -45,6 +45,8 @@ def test_a_candidate_trains_for_a_time_and_is_scored_on_the_end(text: Path) -> N
     assert result.metrics["train_seconds"] >= 0.5
     assert result.metrics["tokens_per_second"] > 0
     assert len(result.metrics["held_out_curve"]) == 1
+    train = result.metrics["settings"]["train"]
+    assert (train["data"], train["eval_data"], train["out"]) == (["train.txt"], ["scored.txt"], "run")
     layers = result.metrics["settings"]["model"]["attention"]["mechanism"]
     assert [layer["mechanism"] for layer in layers] == ["delta", "local"]
 
