@@ -241,8 +241,7 @@ class QualitySubject(Subject):
             "tokens_per_second": round(last["tokens"] / last["seconds"]),
             "parameters": trainer.metadata["parameters"],
             "process_seconds": time.perf_counter() - started,
-            # Files without the temporary folder.
-            "settings": json.loads(json.dumps(trainer.metadata["settings"]).replace(json.dumps(f"{folder}/")[1:-1], "")),
+            "settings": _without_folder(trainer.metadata["settings"], folder),
             "curve": _curve(logger.records, "bits_per_byte"),
             "held_out_curve": _curve(logger.records, "eval_bits_per_byte"),
         }
@@ -364,6 +363,11 @@ def _subjects(options: QualityOptions) -> Iterator[tuple[QualitySubject, Case]]:
                 settings = options.seconds, name, seed, options.preset, options.held_out, options.eval_every
                 case = Case(context, batch_size, device=options.device)
                 yield QualitySubject(label, options.data, *settings), case
+
+
+def _without_folder(settings: Settings, folder: str) -> Settings:
+    """Return settings whose files have no temporary folder in their names."""
+    return json.loads(json.dumps(settings).replace(json.dumps(f"{folder}/")[1:-1], ""))
 
 
 def _curve(records: Sequence[Mapping[str, Any]], name: str) -> list[list[float]]:
