@@ -522,8 +522,7 @@ def _load_state(p_state, i_x, i_d, i_e, S: tl.constexpr):
 @triton.jit
 def _load_channels(p_x, i_row, heads, rows, i_d, S: tl.constexpr):
     """Rows (C, BS) of a chunk that begins in row i_row of a contiguous tensor (B, T, heads, D)."""
-    p_x += i_row * S.D + i_d * S.BS
-    return load_rows(p_x, heads * S.D, rows, S.D, S.C, S.BS, i_d, S.BD // S.BS)
+    return load_rows(p_x + i_row * S.D + i_d * S.BS, heads * S.D, rows, S.D, S.C, S.BS, i_d, S.BD // S.BS)
 
 
 @triton.jit
