@@ -450,6 +450,7 @@ def test_byte_models_train_under_autocast():
 
 
 def test_star_imports_bring_what_the_original_imports():
+    pytest.importorskip("einops", reason="the original imports it")
     with redirect_imports(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         names: dict = {}
