@@ -384,7 +384,7 @@ class LongspanForSequenceClassification(LongspanPreTrainedModel):
     @classmethod
     def from_pretrained(cls, *arguments: Any, **options: Any) -> Any:
         """Load a classifier, or a language model's checkpoint under a new head; as in the base class."""
-        body = r"^(?:model\.)?(?=(?:embedding|positions|to_dim|transformer)\.)"
+        body = r"^(?:model\.)?(?=(?:embedding|ngrams|positions|to_dim|transformer)\.)"
         options.setdefault("key_mapping", {body: "model.body."})
         return super().from_pretrained(*arguments, **options)
 

@@ -141,6 +141,21 @@ def test_the_other_heads(tmp_path):
     assert isinstance(longspan.load(tmp_path / "pair"), longspan.EncoderDecoder)
 
 
+def test_every_part_of_a_language_model_becomes_the_body_of_a_classifier(tmp_path):
+    """All that a configuration can add to it."""
+    language_model = causal(ngrams=(2, 3), ngram_buckets=64, positions="learned", max_length=9, embed_dim=6)
+    language_model.save_pretrained(tmp_path)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
+    parts = language_model.model.state_dict()
+    for name in {name.split(".")[0] for name in parts} - {"to_logits", "from_dim"}:
+        assert torch.equal(
+            *(
+                torch.cat([x.flatten() for key, x in found.items() if key.startswith(f"{name}.")])
+                for found in (parts, classifier.model.body.state_dict())
+            )
+        )
+
+
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 def test_generate_is_longspan_s_own_and_padding_changes_nothing(mechanism):
     model, x = causal(mechanism, token_shift=(0, 1)).double(), tokens(2, 11)
