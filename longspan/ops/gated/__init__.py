@@ -119,7 +119,7 @@ def why_not_triton(x: GatedInputs, delta: bool) -> str | None:
     why = dispatch.unavailable(x.q) or why_unsupported(x, delta)
     if why is None and triton_algorithm(x, delta) == "channel":
         D, E = x.q.shape[3], x.v.shape[3]
-        # Out of bounds on an H200 with Triton 3.6. Tiles without channels are masked since, unproven on a device.
+        # Out of bounds on an H200 with Triton 3.6, with heads of 256 that need no masks: the cause is not known.
         if delta and max(D, E) > 128:
             return "the delta rule with gates per channel and heads over 128"
         if D > 128:
