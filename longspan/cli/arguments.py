@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from longspan.cli.examples import examples
+from longspan.cli.examples import EXAMPLES, examples
 from longspan.utils import choose, nearest, printable
 
 T = TypeVar("T")
@@ -188,7 +188,9 @@ def _unknown(word: str, known: Mapping[str, Any], command: str) -> str:
         hint = f"; data is given with --data {word}" if "--data" in known else ""
         return f"{word!r} belongs to no flag{hint}"
     flag = word.partition("=")[0]
-    return f"unknown flag {flag}{nearest(flag, known)}; longspan {command} --help lists them"
+    owner = next((name for name, lines in EXAMPLES.items() if any(flag in line.split() for line in lines)), None)
+    hint = f" (longspan {owner} takes it)" if owner else nearest(flag, known)
+    return f"unknown flag {flag}{hint}; longspan {command} --help lists them"
 
 
 def _one_line(text: str) -> str:

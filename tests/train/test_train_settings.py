@@ -310,6 +310,7 @@ def test_no_setting_is_without_a_test() -> None:
         ({"model.dim": "wide"}, "--model.dim must be an integer, got 'wide'"),
         ({"model.attention.qk_norm": "maybe"}, "must be true or false, got 'maybe'"),
         ({"contxt": "5"}, "unknown flag --contxt (did you mean '--context'?); longspan train --help lists them"),
+        ({"task": "mqar"}, "unknown flag --task (longspan eval takes it); longspan train --help lists them"),
         ({"model.axial_stride": "5"}, "(did you mean '--model.legacy.axial-stride'?)"),
         ({"held_out": "1"}, "--held-out must be in [0, 1)"),
         ({"carry_state": True, "objective": "masked"}, "--carry-state is for --objective causal"),
