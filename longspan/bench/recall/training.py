@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspan.bench.recall.variants import LayerOptions, Recipe, Spec, model_config
+from longspan.mechanisms.decay import DecayAttention
 from longspan.models.layers import Attention
 from longspan.models.transformer import Classifier, LanguageModel
 from longspan.ops.loss import IGNORE_INDEX
@@ -74,6 +75,8 @@ def execute(
     Yields:
         A run that ended, and its accuracy, loss, number of steps, seconds, parameters and size of the state.
     """
+    if any(run.recipe.compile for run in runs):
+        torch.compiler.reset()  # What was compiled for models before counts towards a limit.
     trainings = [_Training(run, train, device, deadline) for run in runs]
     while trainings:
         for training in list(trainings):
@@ -100,7 +103,13 @@ class _Training:
         config = model_config(run.recipe.score, run.spec, run.layer)
         torch.manual_seed(run.seed)
         self.model = (LanguageModel if config.num_classes is None else Classifier)(config)
+        if run.recipe.gate_span:
+            _spread_gates(self.model, run.recipe.gate_span)
         self.model.to(device)
+        self._call = _entry(self.model)
+        if run.recipe.compile:
+            # One graph for all lengths, which shorter sequences and buckets have.
+            self._call = torch.compile(self._call, fullgraph=True, dynamic=len(data) > 1)
         self._noise = torch.Generator(device).manual_seed(run.seed)
         if run.recipe.gate_noise:
             _add_noise_to_gates(self.model, run.recipe.gate_noise, self._noise)
@@ -155,7 +164,8 @@ class _Training:
         self.model.train()
         self._lr.copy_(self._lrs.index_select(0, self._index)[0])
         for data, rows in zip(self._data, self._rows, strict=True):
-            loss = _loss(self.model, self.run.recipe, data.select(rows.index_select(0, self._index)[0]))
+            batch = data.select(rows.index_select(0, self._index)[0])
+            loss = _loss(self.model, self.run.recipe, batch, self._call)
             self._optimizer.zero_grad()
             loss.backward()
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -227,6 +237,13 @@ def _add_noise_to_gates(model: nn.Module, deviation: float, generator: torch.Gen
             module.to_mechanism_gates.register_forward_hook(add)
 
 
+def _spread_gates(model: nn.Module, longest: int) -> None:
+    """Draw the time constants, −1 / log α, of gates per channel that see nothing: from 16 to `longest` tokens."""
+    for module in model.modules():
+        if isinstance(module, DecayAttention) and module.gate == "channel":
+            nn.init.uniform_(module.gate_bias, 0.0, math.log(longest / 16))  # −log σ(b) / 16 is about exp(−b) / 16
+
+
 def _schedule(step: int, steps: int) -> float:
     """Linear warmup over 5 % of the steps, at most 100, times a cosine that ends at 2 %."""
     warmup = min(1.0, (step + 1) / max(1, min(100, steps // 20)))
@@ -257,24 +274,37 @@ def first_not_finite(model: nn.Module, recipe: Recipe, batch: Dataset) -> str | 
     return found[0] if found else None
 
 
-def _loss(model: nn.Module, recipe: Recipe, batch: Dataset) -> Tensor:
-    logits = _logits(model, recipe, batch)
+def _entry(model: nn.Module) -> Callable[..., Tensor]:
+    """Return what maps tokens to a language model's hidden vectors, or to a classifier's logits."""
+    return model.hidden if isinstance(model, LanguageModel) else model
+
+
+def _loss(model: nn.Module, recipe: Recipe, batch: Dataset, call: Callable[..., Tensor] | None = None) -> Tensor:
+    logits = _logits(model, recipe, batch, call)
     return F.cross_entropy(logits.flatten(0, -2).float(), batch.answers.flatten(), ignore_index=IGNORE_INDEX)
 
 
-def _logits(model: nn.Module, recipe: Recipe, batch: Dataset) -> Tensor:
-    """Return the logits of the answers (B, A, V), or of the classes (B, V)."""
+def _logits(model: nn.Module, recipe: Recipe, batch: Dataset, call: Callable[..., Tensor] | None = None) -> Tensor:
+    """Return the logits of the answers (B, A, V), or of the classes (B, V).
+
+    Args:
+        model: A language model, or a classifier.
+        recipe: How it is trained.
+        batch: Sequences on its device.
+        call: What `_entry` returned, compiled.
+    """
+    call = _entry(model) if call is None else call
     device = batch.tokens.device.type
     enabled = recipe.precision == "bf16" and device == "cuda"
     with torch.autocast(device, torch.bfloat16, enabled=enabled, cache_enabled=False):
         if isinstance(model, LanguageModel):
             assert batch.positions is not None
-            hidden = model.hidden(batch.tokens)
+            hidden = call(batch.tokens)
             index = batch.positions[..., None].expand(-1, -1, hidden.shape[-1])
             logits = model.logits(hidden.gather(1, index))
         else:
             # The mean of 2000 tokens hides the root of a list, the first token, for thousands of steps.
-            logits = model(batch.tokens, key_mask=batch.key_mask)[:, 0]
+            logits = call(batch.tokens, key_mask=batch.key_mask)[:, 0]
     assert isinstance(logits, Tensor)
     return logits
 

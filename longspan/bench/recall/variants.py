@@ -42,6 +42,7 @@ def mechanisms(num_heads: int, head_dim: int, length: int) -> dict[str, Spec]:
         "delta-channel": {"mechanism": "delta", "gate": "channel"},
         "delta-negative": {**_DELTA_NEGATIVE, "gate": "none"},
         "delta-head-negative": {**_DELTA_NEGATIVE, "gate": "head"},
+        "delta-channel-negative": {**_DELTA_NEGATIVE, "gate": "channel"},
     }
     layers = ("linear", "decay-head", "delta", "delta-head")
     hybrids: dict[str, Spec] = {f"{name}/local": [single[name], single["local"]] for name in layers}
@@ -71,6 +72,8 @@ class LayerOptions:
     """Normalize each head's output."""
     out_gate: OutGate = "silu"
     """Gate of the heads' outputs."""
+    token_shift: tuple[int, ...] = ()
+    """Offsets in tokens by which equal parts of the features are shifted before attention, 1 from the token before."""
 
     def __post_init__(self) -> None:
         choose("out_gate", self.out_gate, get_args(OutGate))
@@ -95,6 +98,9 @@ class Recipe:
         precision: "bf16" by autocast on a GPU, or "fp32".
         gate_noise: Standard deviation of Gaussian noise that is added to mechanisms' raw gates in training. Gates that
             are open or closed do not pass it on, so that a model learns such gates (Salakhutdinov and Hinton, 2009).
+        gate_span: Gates per channel of `decay` start with time constants between 16 and this many tokens, log-uniform
+            (Tallec and Ollivier, 2018), instead of 23 for all; 0 for no change.
+        compile: Whether the model is compiled by torch.compile. Its results differ by rounding alone.
         layer: Sizes and options of the models.
     """
 
@@ -108,6 +114,8 @@ class Recipe:
     solved: float = 0.005
     precision: Literal["bf16", "fp32"] = "bf16"
     gate_noise: float = 0.0
+    gate_span: int = 0
+    compile: bool = False
     layer: LayerOptions = LayerOptions()
 
     @property
@@ -212,6 +220,7 @@ def model_config(score: SyntheticTask, spec: Spec, layer: LayerOptions) -> Model
         attention=attention,
         feed_forward=FeedForwardConfig(mult=2, bias=False),
         causal=causal,
+        token_shift=layer.token_shift,
         vocab_size=score.vocab_size,
         tie_embeddings=causal,
         num_classes=score.num_classes,
