@@ -243,7 +243,7 @@ def test_tasks_have_layers_of_their_own_unless_given(tmp_path: Path) -> None:
     assert {task: default.recipe(task).layer for task in everything} == {
         **dict.fromkeys(everything, LayerOptions()),
         "parity": LayerOptions(depth=1, conv_size=0),
-        "listops": LayerOptions(depth=4, heads=4),
+        "listops": LayerOptions(depth=4, heads=4, conv_size=0),
     }
     given = LayerOptions(24, 3, 1, conv_size=3, out_norm=False, out_gate="sigmoid", token_shift=(0, 1))
     chosen = RecallOptions(tasks=everything, **vars(given))

@@ -51,10 +51,10 @@ class RecallOptions:
     length: int | None = None
     """Tokens of a sequence. By default 1024; 256 for parity, 2000 for listops."""
     steps: int | None = None
-    """Steps of a run. By default 6000 for mqar, 3000 for parity, 4000 for selective-copy, 1600 for needle, 24,000 for
+    """Steps of a run. By default 6000 for mqar, 3000 for parity, 4000 for selective-copy, 1600 for needle, 30,000 for
     listops; a quarter in sweeps."""
     batch_tokens: int | None = None
-    """Tokens of a step, with padding. By default 8192; 5120 for parity, 32000 for listops."""
+    """Tokens of a step, with padding. By default 8192; 5120 for parity, 128,000 for listops."""
     train_tokens: int | None = None
     """Tokens of a training set. By default 17 million, 4 for parity, 96,000 sequences for listops."""
     score_sequences: int = 1024
@@ -66,7 +66,7 @@ class RecallOptions:
     heads: int | None = None
     """Number of heads. By default 2; 4 for listops."""
     conv_size: int | None = None
-    """Width of the convolution over queries, keys and values, 0 for none. By default 4; 0 for parity."""
+    """Width of the convolution over queries, keys and values, 0 for none. By default 4; 0 for parity and listops."""
     out_norm: bool | None = None
     """Normalize each head's output. By default true."""
     out_gate: OutGate | None = None
