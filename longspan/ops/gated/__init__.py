@@ -16,7 +16,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from torch import Tensor, bfloat16, float32
+from torch import Tensor, float32
 
 from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
@@ -117,13 +117,8 @@ def triton_algorithm(x: GatedInputs, delta: bool) -> str:
 def why_not_triton(x: GatedInputs, delta: bool) -> str | None:
     """Return why these inputs run in eager PyTorch; None if they run on the kernels."""
     why = dispatch.unavailable(x.q) or why_unsupported(x, delta)
-    if why is None and triton_algorithm(x, delta) == "channel":
-        D = x.q.shape[3]
-        # Wrong or out of bounds on an H200 with Triton 3.6: README.md.
-        if delta and D > 128 and x.q.dtype == bfloat16:
-            return "the delta rule with gates per channel and heads over 128 in bfloat16"
-        if D > 128:
-            return dispatch.insufficient_shared_memory(x.q, 120)
+    if why is None and triton_algorithm(x, delta) == "channel" and x.q.shape[3] > 128:
+        return dispatch.insufficient_shared_memory(x.q, 120)
     return why
 
 
