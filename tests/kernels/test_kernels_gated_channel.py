@@ -160,6 +160,7 @@ def test_devices_with_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> N
     x = arguments(Channel(D=131, delta=True), torch.bfloat16, "cpu")[2]
     narrow = arguments(Channel(D=67), torch.bfloat16, "cpu")[2]
     assert "120 KB of shared memory, this device has 99" in str(gated.why_not_triton(x, False))
-    assert "heads over 128" in str(gated.why_not_triton(x, True))
+    assert "120 KB of shared memory, this device has 99" in str(gated.why_not_triton(x, True))
+    assert gated.why_not_triton(arguments(Channel(E=256, delta=True), torch.bfloat16, "cpu")[2], True) is None
     for delta in (False, True):
         assert gated.why_not_triton(narrow, delta) is None

@@ -34,6 +34,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         return b_x.to(tl.bfloat16)
 
     @triton.jit
+    def truncated(b_x):
+        return (b_x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def truncate(b_x):
+        return truncated(b_x).to(tl.bfloat16)
+
+    @triton.jit
     def same_layout(b_x, b_y):
         return b_x
 
@@ -78,6 +86,20 @@ else:
         """Round to bfloat16 and keep the result in registers: the compiler moves it instead of recomputing it."""
         b_x = b_x.to(tl.bfloat16)
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], dtype=tl.bfloat16, is_pure=False, pack=2)
+
+    @triton.jit
+    def truncated(b_x):
+        """float32 with the upper 16 bits of x, which are a bfloat16."""
+        return tl.inline_asm_elementwise(
+            "and.b32 $0, $1, 0xffff0000;", "=r,r", [b_x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def truncate(b_x):
+        """`truncated` as bfloat16, two elements at a time; computed where it is written, not earlier."""
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [b_x], dtype=tl.bfloat16, is_pure=False, pack=2
+        )
 
     @triton.jit
     def same_layout(b_x, b_y):

@@ -1032,7 +1032,10 @@ class _ChannelPlan(Plan):
     def scan(self, kernel: Any, sequences: int, strided: str) -> Launch:
         """Create a launch whose programs go through all chunks of a sequence, for one tile of the state."""
         S = self.sizes
-        warps, stages = 8 if S.BS > 128 else 4, 1 if not self.bf16 else 3 if S.BS == 128 or not S.DELTA else 2
+        wide = S.BS > 128
+        # bfloat16 with 8 warps is miscompiled (README.md).
+        warps = 8 if wide and not self.bf16 else 4
+        stages = 1 if wide or not self.bf16 else 3 if S.BS == 128 or not S.DELTA else 2
         grid, scalars = (sequences, S.TILES, S.BD // S.BS), (self.T, self.chunks)
         return self.channel_launch(kernel, grid, scalars, strided, warps=warps, stages=stages)
 
@@ -1042,8 +1045,9 @@ class _ChannelForward(_ChannelPlan):
         super().__init__(device, key, problem)
         self.workspace = Workspace(self.writes_buffer, *self.row_buffers)
         sequences, tile = self.B * self.H, self.sizes.BE
-        # Tiles of half the size where programs would leave half of the multiprocessors idle.
-        if self.bf16 and 2 * sequences * self.sizes.TILES <= _processors(device):
+        # Tiles of half the size where programs would leave half of the multiprocessors idle; not with heads over 128.
+        halves = self.bf16 and (self.sizes.BD <= 128 or not problem.delta)
+        if halves and 2 * sequences * self.sizes.TILES <= _processors(device):
             tile //= 2
         self.sizes = self.sizes._replace(BS=self.sizes.BD, BE=tile, TILES=-(-self.sizes.E // tile))
         self.read = self.scan(gated_channel_forward_kernel, sequences, "v beta")

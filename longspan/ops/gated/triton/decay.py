@@ -13,7 +13,8 @@ segments of several chunks, about as many segments as the device runs programs a
 without rows computes the state at the end of each, and a scan the states between them.
 
 dg_t = Σ_{i ≥ t} (q_i · dq_i − k_i · dk_i) + ⟨dS, S⟩ after the last of these i. Both sums contain the same pairs of a
-chunk, rounded alike, so that these cancel. So must what chunks add to states: rows are rounded as the other walk writes
+chunk, rounded alike, so that these cancel: the walk of dq stores their weights for that of dk, which computes those of
+narrow heads again. So must what chunks add to states: rows are rounded as the other walk writes
 them, and read both bfloat16 halves of a state. ⟨dS, S⟩ is taken anew every few chunks.
 """
 
@@ -27,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.ops.common.exp import LOG2E, UNDERFLOW, add, exp2
+from longspan.ops.common.exp import LOG2E, UNDERFLOW, add, exp2, truncate, truncated, widen
 from longspan.ops.common.launch import (
     Launch,
     Plan,
@@ -58,10 +59,11 @@ GATES = tl.constexpr(7)
 # are gates. FULL: every row of every chunk exists. ROWS: results times p_x are added up by row, before β if LAST_BETA,
 # in which β multiplies results. CHECK: chunks after which states are stored for ⟨dS, S⟩, 0 for none.
 # DOT: dtype of products. LOW: G is taken as two numbers. SPLIT: the state is read as two bfloat16 numbers.
+# PAIRS: the weights of pairs are stored, or with BACK loaded.
 # STRIDE_*: strides along tokens, of a state along rows' width (STATE_A) and values (STATE_V), and of the last one.
 WalkSizes = namedtuple(
     "WalkSizes",
-    "HKV GROUP A V C BA BV TILES BACK READ DECAY BETA FULL ROWS LAST_BETA CHECK DOT LOW SPLIT "
+    "HKV GROUP A V C BA BV TILES BACK READ DECAY BETA FULL ROWS LAST_BETA CHECK DOT LOW SPLIT PAIRS "
     "STRIDE_A STRIDE_B STRIDE_C STRIDE_X STATE_A STATE_V LAST_A LAST_V",
 )
 
@@ -196,7 +198,7 @@ def _written(b_s, b_b, b_c, p_gates, S: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _read(b_high, b_low, b_a, p_gates, S: tl.constexpr, PRECISION: tl.constexpr):
+def _read(b_s, b_a, p_gates, S: tl.constexpr, PRECISION: tl.constexpr):
     """What a chunk's rows read from the state, transposed: (BV, C).
 
     SPLIT: Rows are scaled and rounded as `_written` does with them as columns, and both halves of the state are read.
@@ -204,20 +206,24 @@ def _read(b_high, b_low, b_a, p_gates, S: tl.constexpr, PRECISION: tl.constexpr)
     b_read = tl.load(p_gates + ((5 if S.LAST_BETA else 3) if S.BACK else 2) * S.C + tl.arange(0, S.C))
     if S.SPLIT:
         b_a = tl.trans((b_a.to(tl.float32) * b_read[:, None]).to(S.DOT))
-        b_o = add_product(b_high, b_a, product(b_low, b_a, PRECISION), PRECISION)
+        if S.BACK:
+            b_high, b_low = _halves(b_s, S)
+            b_o = product(b_low, b_a, PRECISION)
+        else:
+            # The high half is taken after the product with the low one, so that both need not be in registers.
+            b_o = product((b_s - truncated(b_s)).to(S.DOT), b_a, PRECISION)
+            b_high = truncate(b_s)
+        b_o = add_product(b_high, b_a, b_o, PRECISION)
     else:
-        b_o = product(b_high, tl.trans(b_a.to(S.DOT)), PRECISION) * b_read[None, :]
+        b_o = product(b_s.to(S.DOT), tl.trans(b_a.to(S.DOT)), PRECISION) * b_read[None, :]
     return b_o
 
 
 @triton.jit
 def _halves(b_s, S: tl.constexpr):
-    """The state as products take it; SPLIT: as the sum of two numbers, otherwise the same one twice."""
+    """A state as the sum of two numbers for products."""
     b_high = b_s.to(S.DOT)
-    b_low = b_high
-    if S.SPLIT:
-        b_low = (b_s - b_high.to(tl.float32)).to(S.DOT)
-    return b_high, b_low
+    return b_high, (b_s - widen(b_high)).to(S.DOT)
 
 
 @triton.jit
@@ -236,22 +242,32 @@ def _put(p_out, p_x, p_rows, b_o, p_gates, x, g, left, columns, STRIDE: tl.const
 def _store_check(p_checks, i_o, b_s, S: tl.constexpr):
     """Store tile i_o of the states for ⟨dS, S⟩: two halves if SPLIT."""
     p_checks += i_o * ((2 if S.SPLIT else 1) * S.BA * S.BV)
-    b_high, b_low = _halves(b_s, S)
-    tl.store(_state(p_checks, 1, S.BA, S), b_high)
+    b_high, b_low = b_s, b_s
+    if S.SPLIT:
+        b_high, b_low = _halves(b_s, S)
+    tl.store(_state(p_checks, 1, S.BA, S), b_high.to(S.DOT))
     if S.SPLIT:
         tl.store(_state(p_checks + S.BA * S.BV, 1, S.BA, S), b_low)
 
 
+@triton.jit
+def _pairs(p_pairs, g, S: tl.constexpr):
+    """Pointers to the weights (queries, keys) of a chunk and query head g."""
+    i_t = tl.arange(0, S.C)
+    return p_pairs + g * (S.C * S.C) + i_t[:, None] * S.C + i_t[None, :]
+
+
 @triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "scale"])
 def gated_decay_walk_kernel(
-    p_a, p_b, p_c, p_x, p_gates, p_states, p_totals, p_out, p_rows, p_checks, p_last,
+    p_a, p_b, p_c, p_x, p_gates, p_states, p_totals, p_out, p_rows, p_checks, p_pairs, p_last,
     T, segments, chunks, first, scale, a, b, c, x, S: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """One segment, or piece of one unless READ, of one key head and its query heads, and one tile of values.
 
     p_states: (B, Hkv, segments, ·) the state at which a walk begins; unless READ (B, Hkv, pieces, ·), which gets the
     state at its end, and p_totals (B, Hkv, pieces) log₂ of its decay. p_rows: (tiles, B, Hkv, chunks, rows' heads, C).
-    p_checks: (B, Hkv, segments, checks, tiles, halves, ·) states. p_last: (B, Hkv, D, E) the state at the end, or None.
+    p_checks: (B, Hkv, segments, checks, tiles, halves, ·) states. p_pairs: (B, Hkv, chunks, query heads, C, C)
+    weights (queries, keys). p_last: (B, Hkv, D, E) the state at the end, or None.
     """
     ROWS: tl.constexpr = 1 if S.BACK else S.GROUP
     COLUMNS: tl.constexpr = S.GROUP if S.BACK else 1
@@ -285,6 +301,8 @@ def gated_decay_walk_kernel(
         p_x = _pointer(p_x, x, S.STRIDE_X, i_b, i_0, i_h * ROWS, i_v * S.BV)
         programs = tl.num_programs(0) // (segments * S.TILES)
         p_rows += ((i_v.to(tl.int64) * programs + i_x) * total_chunks + i_c) * (ROWS * S.C)
+    if S.PAIRS:
+        p_pairs += (i_x * total_chunks + i_c) * (S.GROUP * S.C * S.C)
     if S.CHECK > 0:
         i_check = i_segment * tl.cdiv(chunks, S.CHECK) * S.TILES + i_v
     total = 0.0
@@ -299,11 +317,12 @@ def gated_decay_walk_kernel(
         if S.READ and not S.BACK:
             b_b = _load(p_b, S.STRIDE_B, left, S.A, S.A, S.BA, S)
             b_c = _load(p_c, S.STRIDE_C, left, columns, S.V, S.BV, S, S.TILES)
-            b_high, b_low = _halves(b_s, S)
             for g in range(ROWS):
                 b_a = _load(p_a + g * a.h, S.STRIDE_A, left, S.A, S.A, S.BA, S)
-                b_o = _read(b_high, b_low, b_a, p_gates, S, PRECISION)
+                b_o = _read(b_s, b_a, p_gates, S, PRECISION)
                 b_p = _see(b_a, b_b, p_gates, scale, S, PRECISION)
+                if S.PAIRS:
+                    tl.store(_pairs(p_pairs, g, S), b_p)
                 b_o = add(b_o, product(tl.trans(b_c.to(S.DOT)), tl.trans(b_p), PRECISION))
                 _put(p_out, p_x, p_rows, b_o, p_gates, x, g, left, columns, STRIDE, S)
             if S.DECAY:
@@ -312,16 +331,18 @@ def gated_decay_walk_kernel(
         else:
             if S.READ:
                 b_a = _load(p_a, S.STRIDE_A, left, S.A, S.A, S.BA, S)
-                b_high, b_low = _halves(b_s, S)
-                b_o = _read(b_high, b_low, b_a, p_gates, S, PRECISION)
+                b_o = _read(b_s, b_a, p_gates, S, PRECISION)
             if S.DECAY:
                 b_s *= exp2(last)
             for g in range(COLUMNS):
                 b_b = _load(p_b + g * b.h, S.STRIDE_B, left, S.A, S.A, S.BA, S)
                 b_c = _load(p_c + g * c.h, S.STRIDE_C, left, columns, S.V, S.BV, S, S.TILES)
                 if S.READ:
-                    b_p = _see(b_a, b_b, p_gates, scale, S, PRECISION)
-                    b_o = add(b_o, product(tl.trans(b_c.to(S.DOT)), tl.trans(b_p), PRECISION))
+                    if S.PAIRS:
+                        b_p = tl.load(_pairs(p_pairs, g, S))
+                    else:
+                        b_p = tl.trans(_see(b_a, b_b, p_gates, scale, S, PRECISION))
+                    b_o = add(b_o, product(tl.trans(b_c.to(S.DOT)), b_p, PRECISION))
                 b_s = _written(b_s, b_b, b_c, p_gates, S, PRECISION)
             if S.READ:
                 _put(p_out, p_x, p_rows, b_o, p_gates, x, 0, left, columns, STRIDE, S)
@@ -335,6 +356,8 @@ def gated_decay_walk_kernel(
         if S.ROWS:
             p_x += STEP * S.STRIDE_X
             p_rows += STEP * ROWS
+        if S.PAIRS:
+            p_pairs += STEP * S.C * S.GROUP
         p_b += STEP * S.STRIDE_B
         p_c += STEP * S.STRIDE_C
         p_gates += STEP * GATES
@@ -448,9 +471,9 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = True) -> tu
     gates, totals, pieces = plan.pointers(plan.workspace, work)
     with on_device(q):
         plan.gates(x.log_decay, x.beta, gates)
-        plan.sums(None, k, v, None, gates, pieces, totals, None, None, None, None)
+        plan.sums(None, k, v, None, gates, pieces, totals, None, None, None, None, None)
         plan.scan(pieces, totals, state, states)
-        plan.out(q, k, v, None, gates, states, None, out, None, None, last)
+        plan.out(q, k, v, None, gates, states, None, out, None, None, None, last)
     return out, last, saved
 
 
@@ -463,14 +486,15 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
     d_decay, d_beta, d_start = (None if y is None else new_like(y) for y in (x.log_decay, x.beta, x.state))
     work = plan.workspace.allocate(q)
     (states,) = plan.pointers(plan.saved, saved.starts)
-    gates, totals, pieces, d_states, queries, keys, values, checks, d_checks = plan.pointers(plan.workspace, work)
+    gates, totals, pieces, d_states, *rest = plan.pointers(plan.workspace, work)
+    queries, keys, values, pairs, checks, d_checks = rest
     with on_device(q):
         plan.gates(x.log_decay, x.beta, gates)
-        plan.sums(None, q, d, None, gates, pieces, totals, None, None, None, None)
+        plan.sums(None, q, d, None, gates, pieces, totals, None, None, None, None, None)
         plan.scan(pieces, totals, d_state, d_states)
-        plan.queries(d, v, k, q, gates, states, None, d_q, queries, checks, None)
-        plan.keys(v, d, q, k, gates, d_states, None, d_k, keys, d_checks, d_start)
-        plan.values(k, q, d, v, gates, d_states, None, d_v, values, None, None)
+        plan.queries(d, v, k, q, gates, states, None, d_q, queries, checks, pairs, None)
+        plan.keys(v, d, q, k, gates, d_states, None, d_k, keys, d_checks, pairs, d_start)
+        plan.values(k, q, d, v, gates, d_states, None, d_v, values, None, None, None)
         plan.gate_gradients(queries, keys, values, checks, d_checks, d_decay, d_beta)
     return d_q, d_k, d_v, d_decay, d_beta, d_start
 
@@ -529,7 +553,9 @@ class _DecayPlan(Plan):
         grid, constants = (self.Hkv, self.num_chunks, self.B), {"S": sizes, "num_warps": 1}
         return self.launch(gated_decay_gates_kernel, grid, (self.T, self.scale, *strides), constants)
 
-    def walk(self, names: str, *, back: bool, values: str, check: int = 0, rows: bool = False) -> Any:
+    def walk(
+        self, names: str, *, back: bool, values: str, check: int = 0, rows: bool = False, pairs: bool = False
+    ) -> Any:
         """Create the launch of a walk.
 
         Args:
@@ -538,6 +564,7 @@ class _DecayPlan(Plan):
             values: The width of values, "D" or "E".
             check: Chunks between ⟨dS, S⟩, or 0.
             rows: Whether to add up results by row.
+            pairs: Whether to store, or from the end load, the weights of pairs.
         """
         V, A, BV, BA = (self.D, self.E, self.BD, self.BE) if values == "D" else (self.E, self.D, self.BE, self.BD)
         read, tile = names[0] != "-", _tile(BV, BA, self.dtype)
@@ -550,6 +577,7 @@ class _DecayPlan(Plan):
                 tl.bfloat16 if self.bf16 else tl.float32,
                 not self.bf16,
                 self.bf16 and check > 0,
+                pairs,
                 *[x.t for x in strides],
             ),
             *((self.BD, 1, 1, self.E) if values == "D" else (1, self.BD, self.E, 1)),
@@ -585,18 +613,23 @@ class _DecayBackward(_DecayPlan):
         self.tensors["d"] = key[6]
         check, tokens = self.check if self.decay else 0, self.heads * self.num_chunks * self.chunk
         checks = self.heads * self.segments * -(-self.run // self.check) if self.decay else 0
+        # Those of narrow heads would be as large as queries and their gradients.
+        stored = 2 * self.chunk <= self.D + self.E
+        pairs = tokens * self.group * self.chunk if stored else 0
+        kind = self.dtype if self.bf16 else torch.float32
         rows = tokens * self.tiles["D"] if self.decay else 0
         values = tokens * self.tiles["E"] if self.beta else 0
         self.workspace = Workspace(
             *self.buffers,
             *[(size, torch.float32) for size in (self.saved.size, rows * self.group, rows, values)],
-            *[(checks * self.BD * self.BE * (2 if self.bf16 else 1), self.dtype if self.bf16 else torch.float32)] * 2,
+            (pairs, kind),
+            *[(checks * self.BD * self.BE * (2 if self.bf16 else 1), kind)] * 2,
         )
         self.gates = self.gates_launch()
         self.sums = self.walk("-qd-", back=True, values="E")
         self.scan = self.scan_launch(back=True)
-        self.queries = self.walk("dvkq", back=False, values="D", check=check, rows=self.decay)
-        self.keys = self.walk("vdqk", back=True, values="D", check=check, rows=self.decay)
+        self.queries = self.walk("dvkq", back=False, values="D", check=check, rows=self.decay, pairs=stored)
+        self.keys = self.walk("vdqk", back=True, values="D", check=check, rows=self.decay, pairs=stored)
         self.values = self.walk("kqdv", back=True, values="E", rows=self.beta)
         self.gate_gradients = self.gate_gradients_launch()
 
