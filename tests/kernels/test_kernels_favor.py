@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import kernel_cases
 import pytest
 import torch
 from interpreter import bfloat16, interpreted  # noqa: F401
@@ -12,6 +13,7 @@ from kernel_cases import (
     arguments,
     backward,
     by_kernels,
+    by_short_kernels,
     check,
     check_epsilon,
     forward,
@@ -40,6 +42,13 @@ LARGE = [
     Case(T=65, B=1, H=1, Hkv=1, feature_map="favor", num_features=266, state=False),
     Case(T=65, B=1, H=1, Hkv=1, D=131, E=70, feature_map="favor", num_features=19),
 ]
+# Without a state: several chunks in a segment, several segments, hidden keys, groups.
+SHORT = [
+    Case(T=2, B=1, H=2, Hkv=1, feature_map="favor", num_features=19, stateless=True),
+    Case(T=64, B=1, H=2, Hkv=2, feature_map="favor", num_features=70, stateless=True, lengths=(40,)),
+    Case(T=193, B=2, H=2, Hkv=1, D=33, E=20, feature_map="favor", num_features=19, stateless=True, lengths=(0, 150)),
+    Case(T=450, B=2, H=2, Hkv=1, feature_map="favor", num_features=70, size=4, stateless=True, strided=True),
+]
 EPSILON = [
     Case(T=65, B=1, H=2, Hkv=1, feature_map="favor", num_features=19),
     Case(T=67, B=2, H=1, Hkv=1, feature_map="favor", num_features=70, lengths=(0, 65), state=False),
@@ -61,6 +70,16 @@ def given(case: Case, *, exact: bool = True) -> Arguments:
 @pytest.mark.parametrize("exact", [True, False], ids=["one product", "two products"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels(case: Case, exact: bool) -> None:
+    check(case, given(case, exact=exact), torch.bfloat16)
+
+
+@interpreted
+@quiet
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize("exact", [True, False], ids=["one product", "two products"])
+@pytest.mark.parametrize("case", SHORT, ids=str)
+def test_short_sequences(case: Case, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_cases, "by_kernels", by_short_kernels)
     check(case, given(case, exact=exact), torch.bfloat16)
 
 

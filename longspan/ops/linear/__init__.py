@@ -227,6 +227,8 @@ class _Stateless:
 
     def __init__(self, x: LinearInputs, problem: LinearProblem) -> None:
         self.problem, self.kernels = problem, _kernels(problem.algorithm)
+        if problem.algorithm == "favor" and _kernels("favor_short").takes(x, problem):
+            self.kernels = _kernels("favor_short")
         self.read = self.kernels.forward_plan(x, problem)
         self.differentiate: dict[Any, Any] = {}  # by the layout of the gradient, all that may differ
 

@@ -40,7 +40,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.ops.common.exp import LOG2E, exp2, scaled_sum, widen
+from longspan.ops.common.exp import LOG2E, exp2, round_once, scaled_sum, widen
 from longspan.ops.common.launch import Launch, Signature, Workspace, dense, dense_rows, new_like, on_device
 from longspan.ops.common.tiles import (
     FLOOR,
@@ -103,17 +103,18 @@ READ_SHARE, QUERIES_SHARE, KEYS_SHARE = 1.75, 1.25, 0.625
 
 
 # Compile-time constants: heads, dimensions, features, values, tokens in a chunk, padded dimensions, features per tile,
-# 0 where a kernel does not use them. KEY: scales are those of keys. EPSILON: added to the features; 0: none.
-FavorSizes = namedtuple("FavorSizes", "H HKV D M E C BD BM BE EPSILON TILE KEY", defaults=(0, False))
+# 0 where a kernel does not use them. KEY: scales are those of keys. EPSILON: added to the features; 0: none. RESIDUAL:
+# what rounding takes from `out` is stored.
+FavorSizes = namedtuple("FavorSizes", "H HKV D M E C BD BM BE EPSILON RESIDUAL TILE KEY", defaults=(0, False))
 
 
 @triton.jit
-def sequence_index(first, sequences, PROGRAMS: tl.constexpr, S: tl.constexpr):
-    """Index of this program among PROGRAMS per piece of a sequence; the piece; the sequence among all (B, Hkv) and
+def sequence_index(pid, first, sequences, PROGRAMS: tl.constexpr, S: tl.constexpr):
+    """Index of program pid among PROGRAMS per piece of a sequence; the piece; the sequence among all (B, Hkv) and
     among those in the workspace; its batch index and head. Only `sequences` sequences, from `first` on, are in the
     workspace.
     """
-    i_program, pid = tl.program_id(0) % PROGRAMS, tl.program_id(0) // PROGRAMS
+    i_program, pid = pid % PROGRAMS, pid // PROGRAMS
     i_piece, i_x = pid // sequences, first + pid % sequences
     i_b, i_kv = (i_x // S.HKV).to(tl.int64), i_x % S.HKV
     return i_program, i_piece, i_x.to(tl.int64), i_x.to(tl.int64) - first, i_b, i_kv
@@ -157,9 +158,14 @@ def project_transposed(b_x, b_high, p_low, flag, i_f, S: tl.constexpr):
 
 
 @triton.jit
-def largest_logit(b_x, b_high, p_low, flag, i_f, S: tl.constexpr):
-    """The largest w·x (C,) of a tile of features."""
-    b_l = project(b_x, b_high, p_low, flag, i_f, S)
+def largest_logit(b_x, b_high, p_high, p_low, flag, i_f, S: tl.constexpr):
+    """The largest w·x (C,) of a tile of features. p_low: None if p_high is a projection not divided yet."""
+    if p_low is None:
+        b_l = tl.dot(b_x, tl.trans(b_high))
+        if flag != 0:
+            b_l = tl.dot(b_x, tl.trans(load_undivided(p_high, i_f, S)[1].to(tl.bfloat16)), b_l)
+    else:
+        b_l = project(b_x, b_high, p_low, flag, i_f, S)
     if S.BM != S.M:
         b_l = tl.where((i_f < S.M)[None, :], b_l, FLOOR)
     return tl.max(b_l, 1)
@@ -280,17 +286,35 @@ def linear_favor_forward_weight_kernel(
     tl.store(p_flag, tl.max(b_largest))
 
 
-@triton.jit(do_not_specialize=["T", "segments", "chunks"])
-def linear_favor_forward_scales_kernel(
-    p_x, p_high, p_low, p_flag, p_lengths, p_offset, p_scale, p_peak, p_largest, T, segments, chunks, x, S: tl.constexpr
-):
-    """Offsets and scales of tokens, which depend on all of their features, all (B, H, chunks, C).
+@triton.jit
+def load_undivided(p_x, i_f, S: tl.constexpr):
+    """A tile of features of a projection (M, D), rounded to bfloat16, and what rounding takes from it."""
+    i_d = tl.arange(0, S.BD)
+    m_x = (i_f < S.M)[:, None] & (i_d < S.D)[None, :]
+    b_x = tl.load(p_x + i_f[:, None] * S.D + i_d[None, :], mask=m_x, other=0.0).to(tl.float32)
+    b_high = b_x.to(tl.bfloat16)
+    return b_high, b_x - b_high.to(tl.float32)
 
-    p_offset: for queries the logarithm of the largest feature; for keys ‖k‖²/2, and for hidden ones a number that
-    makes their features 0. p_scale: for keys the logarithm of the largest feature, rounded up. p_peak: the largest of
-    those so far in the chunk, not rounded. p_largest: (B, H, chunks) the chunk's.
-    """
-    i_h, _, i_s, i_b = program_index(segments, S.H)
+
+@triton.jit
+def load_first(p_high, p_low, p_flag, i_f, S: tl.constexpr):
+    """A tile of the first of the projection's two matrices, and a number that is not 0 if the second counts."""
+    if p_low is None:
+        b_high, b_low = load_undivided(p_high, i_f, S)
+        flag = tl.max(tl.max(tl.abs(b_low), 1))
+    else:
+        b_high = load_projection(p_high, i_f, S)
+        flag = tl.load(p_flag)
+    return b_high, flag
+
+
+@triton.jit
+def scale_inputs(
+    pid, p_x, p_high, p_low, p_flag, p_lengths, p_offset, p_scale, p_peak, p_largest, T, segments, chunks, x,
+    S: tl.constexpr
+):  # fmt: skip
+    """Program pid of `linear_favor_forward_scales_kernel`. p_low: None if p_high is a projection not divided yet."""
+    i_h, i_s, i_b = pid % S.H, (pid // S.H) % segments, (pid // S.H // segments).to(tl.int64)
     i_0 = i_s * chunks * S.C
     rows = visible_length(p_lengths, i_b, T) - i_0
     i_t = tl.arange(0, S.C)
@@ -298,17 +322,16 @@ def linear_favor_forward_scales_kernel(
     p_x = token_pointer(p_x, x, i_b, i_0, i_h)
     i_f = tl.arange(0, S.TILE)
     if S.TILE == S.BM:
-        b_high = load_projection(p_high, i_f, S)
-    flag = tl.load(p_flag)
+        b_high, flag = load_first(p_high, p_low, p_flag, i_f, S)
     for _ in range(tl.minimum(chunks, tl.cdiv(T - i_0, S.C))):
         b_x = load_inputs(p_x, x.t, rows, S)
         if S.TILE == S.BM:
-            b_beta = largest_logit(b_x, b_high, p_low, flag, i_f, S)
+            b_beta = largest_logit(b_x, b_high, p_high, p_low, flag, i_f, S)
         else:
             b_beta = tl.full((S.C,), FLOOR, tl.float32)
             for i_m in range(0, S.BM, S.TILE):
-                b_tile = load_projection(p_high, i_m + i_f, S)
-                b_beta = tl.maximum(b_beta, largest_logit(b_x, b_tile, p_low, flag, i_m + i_f, S))
+                b_tile, flag = load_first(p_high, p_low, p_flag, i_m + i_f, S)
+                b_beta = tl.maximum(b_beta, largest_logit(b_x, b_tile, p_high, p_low, flag, i_m + i_f, S))
         b_beta *= S.D**-0.25 * LOG2E
         i_o = i_c * S.C + i_t
         if S.KEY or S.EPSILON > 0:
@@ -329,6 +352,22 @@ def linear_favor_forward_scales_kernel(
         p_x += S.C * x.t
         i_c += 1
         rows -= S.C
+
+
+@triton.jit(do_not_specialize=["T", "segments", "chunks"])
+def linear_favor_forward_scales_kernel(
+    p_x, p_high, p_low, p_flag, p_lengths, p_offset, p_scale, p_peak, p_largest, T, segments, chunks, x, S: tl.constexpr
+):
+    """Offsets and scales of tokens, which depend on all of their features, all (B, H, chunks, C).
+
+    p_offset: for queries the logarithm of the largest feature; for keys ‖k‖²/2, and for hidden ones a number that
+    makes their features 0. p_scale: for keys the logarithm of the largest feature, rounded up. p_peak: the largest of
+    those so far in the chunk, not rounded. p_largest: (B, H, chunks) the chunk's.
+    """
+    scale_inputs(
+        tl.program_id(0), p_x, p_high, p_low, p_flag, p_lengths, p_offset, p_scale, p_peak, p_largest,
+        T, segments, chunks, x, S
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -361,19 +400,13 @@ def linear_favor_values_kernel(p_x, p_lengths, p_mass, p_delta, p_sums, T, x, S:
     tl.store(p_sums + S.E, last)
 
 
-@triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
-def linear_favor_forward_sums_kernel(
-    p_k, p_v, p_high, p_low, p_flag, p_lengths, p_offset, p_largest, p_shift, p_total, p_total_z, p_prefix,
-    p_prefix_z, p_reference,
-    T, segments, chunks, first, sequences, k, v, S: tl.constexpr
+@triton.jit
+def sum_keys(
+    pid, p_k, p_v, p_high, p_low, p_flag, p_lengths, p_offset, p_largest, p_shift, p_total, p_total_z, p_prefix,
+    p_prefix_z, p_reference, T, segments, chunks, first, sequences, k, v, S: tl.constexpr
 ):  # fmt: skip
-    """Σ φ(k) vᵀ and Σ φ(k) of one segment and one tile of features, at the scale of the segment's end.
-
-    p_prefix, p_prefix_z: (sequences, chunks, BM, ·) the segment's sums before each chunk, at the scale of that chunk.
-    p_reference: (B, Hkv, chunks + 1) the references before each chunk and after the last, computed here unless
-    p_largest is None.
-    """
-    i_m, i_s, i_x, i_n, i_b, i_h = sequence_index(first, sequences, S.BM // S.TILE, S)
+    """Program pid of `linear_favor_forward_sums_kernel`."""
+    i_m, i_s, i_x, i_n, i_b, i_h = sequence_index(pid, first, sequences, S.BM // S.TILE, S)
     i_m *= S.TILE
     i_0 = i_s * chunks * S.C
     rows = visible_length(p_lengths, i_b, T) - i_0
@@ -426,6 +459,24 @@ def linear_favor_forward_sums_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
+def linear_favor_forward_sums_kernel(
+    p_k, p_v, p_high, p_low, p_flag, p_lengths, p_offset, p_largest, p_shift, p_total, p_total_z, p_prefix,
+    p_prefix_z, p_reference,
+    T, segments, chunks, first, sequences, k, v, S: tl.constexpr
+):  # fmt: skip
+    """Σ φ(k) vᵀ and Σ φ(k) of one segment and one tile of features, at the scale of the segment's end.
+
+    p_prefix, p_prefix_z: (sequences, chunks, BM, ·) the segment's sums before each chunk, at the scale of that chunk.
+    p_reference: (B, Hkv, chunks + 1) the references before each chunk and after the last, computed here unless
+    p_largest is None.
+    """
+    sum_keys(
+        tl.program_id(0), p_k, p_v, p_high, p_low, p_flag, p_lengths, p_offset, p_largest, p_shift, p_total,
+        p_total_z, p_prefix, p_prefix_z, p_reference, T, segments, chunks, first, sequences, k, v, S
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
 def linear_favor_forward_kernel(
     p_q, p_k, p_v, p_high, p_low, p_flag, p_lengths, p_query_offset, p_offset, p_scale, p_peak, p_reference,
     p_before, p_before_z, p_prefix, p_prefix_z, p_values, p_out, p_den, p_residual,
@@ -433,10 +484,11 @@ def linear_favor_forward_kernel(
 ):  # fmt: skip
     """One chunk of one query head, of the sequences in the workspace.
 
-    p_residual: with an epsilon, what rounding takes from `out`: in gradients nearly everything cancels.
+    p_residual: what rounding takes from `out`, with an epsilon, where nearly everything cancels in gradients, or where
+    Δ is computed from it.
     """
     GROUP: tl.constexpr = S.H // S.HKV
-    i_g, i_c, i_x, i_n, i_b, i_kv = sequence_index(first, sequences, GROUP, S)
+    i_g, i_c, i_x, i_n, i_b, i_kv = sequence_index(tl.program_id(0), first, sequences, GROUP, S)
     i_h, i_0 = i_kv * GROUP + i_g, i_c * S.C
     left, rows = T - i_0, visible_length(p_lengths, i_b, T) - i_0
     p_q = token_pointer(p_q, q, i_b, i_0, i_h)
@@ -471,6 +523,8 @@ def linear_favor_forward_kernel(
     b_reference, b_epsilon = query_references(p_peak, p_reference, i_p, i_c, S)
     b_p *= pair_scales(tl.load(p_scale + i_p * S.C + i_t), b_reference, S)
     b_row = exp2(c - b_reference)
+    if S.RESIDUAL:
+        b_p = widen(round_once(b_p))  # Weights that sum to one: gradients would contain their difference from it.
     b_sum = tl.sum(b_den, 1) * b_row
     b_out *= b_row[:, None]
     b_sum += tl.sum(b_p, 1)
@@ -486,7 +540,7 @@ def linear_favor_forward_kernel(
     i_row = (i_b * T + i_0) * S.H + i_h
     tl.store(p_den + i_row + i_t * S.H, b_sum, mask=i_t < left)
     store_values(p_out + i_row * S.E, S.H * S.E, left, b_out, S)
-    if S.EPSILON > 0:
+    if S.EPSILON > 0 or S.RESIDUAL:
         b_out -= b_out.to(tl.bfloat16).to(tl.float32)
         store_values(p_residual + i_row * S.E, S.H * S.E, left, b_out, S)
 
@@ -515,19 +569,33 @@ def linear_favor_backward_delta_kernel(
         tl.store(p_floor + i_o, S.EPSILON * inverse(b_den))
 
 
-@triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
-def linear_favor_backward_sums_kernel(
-    p_q, p_d_out, p_high, p_low, p_flag, p_query_offset, p_delta, p_floor, p_peak, p_reference, p_d_total,
-    p_d_total_z, p_suffix, p_suffix_z,
+@triton.jit
+def row_scales(p_rows, b_d, b_query_offset, left, S: tl.constexpr):
+    """Offsets of queries that include den, so that their features are q̂, and Δ. p_rows: out, what rounding took from it
+    or None, and den.
+    """
+    p_out, p_residual, p_den = p_rows
+    b_out = load_values(p_out, S.H * S.E, left, S).to(tl.float32)
+    if p_residual is not None:
+        b_out += load_values(p_residual, S.H * S.E, left, S).to(tl.float32)
+    b_den = load_column(p_den, S.H, left, S.C, 0.0)
+    m_zero = b_den < ZERO_NORMALIZER
+    b_offset = tl.where(m_zero, -2 * FLOOR, b_query_offset + tl.log2(tl.where(m_zero, 1.0, b_den)))
+    return b_offset, tl.sum(b_d.to(tl.float32) * b_out, 1)
+
+
+@triton.jit
+def sum_queries(
+    pid, p_q, p_d_out, p_high, p_low, p_flag, p_query_offset, p_delta, p_floor, p_peak, p_reference, p_d_total,
+    p_d_total_z, p_suffix, p_suffix_z, p_out, p_residual, p_den, p_normalized_offset,
     T, segments, chunks, first, sequences, q, d, S: tl.constexpr
 ):  # fmt: skip
-    """dS and dz of one segment and one tile of features, summed over the query heads of a group, at its start's scale.
+    """Program pid of `linear_favor_backward_sums_kernel`.
 
-    p_suffix, p_suffix_z: (sequences, chunks, BM, ·) the part that comes after each chunk, at the scale of the chunk's
-    end.
+    p_out: None, or `row_scales` are computed here, and by the programs of the first tile written.
     """
     GROUP: tl.constexpr = S.H // S.HKV
-    i_m, i_s, i_x, i_n, i_b, i_kv = sequence_index(first, sequences, S.BM // S.TILE, S)
+    i_m, i_s, i_x, i_n, i_b, i_kv = sequence_index(pid, first, sequences, S.BM // S.TILE, S)
     i_m *= S.TILE
     count = tl.minimum(chunks, tl.cdiv(T, S.C) - i_s * chunks)
     i_l = (i_s * chunks + count - 1) * S.C
@@ -544,6 +612,11 @@ def linear_favor_backward_sums_kernel(
     b_d_z = zeros(S.TILE)
     c_last = load_reference(p_reference, i_c + 1)
     left = T - i_l
+    if p_out is not None:
+        i_row = (i_b * T + i_l) * S.H + i_kv * GROUP
+        p_out += i_row * S.E
+        p_residual += i_row * S.E
+        p_den += i_row
     for _ in range(count):
         store_sums(p_suffix, p_suffix_z, i_p, i_f, b_d_kv, b_d_z, S)
         c = load_reference(p_reference, i_c)
@@ -555,7 +628,16 @@ def linear_favor_backward_sums_kernel(
             b_q = load_inputs(p_q + g * q.h, q.t, left, S)
             b_d = load_values(p_d_out + g * d.h, d.t, left, S)
             i_o = (i_q + g * tl.cdiv(T, S.C)) * S.C + i_t
-            b_offset, b_delta = tl.load(p_query_offset + i_o) + b_back, tl.load(p_delta + i_o)
+            b_offset = tl.load(p_query_offset + i_o)
+            if p_out is None:
+                b_delta = tl.load(p_delta + i_o)
+            else:
+                p_rows = p_out + g * S.E, p_residual + g * S.E, p_den + g
+                b_offset, b_delta = row_scales(p_rows, b_d, b_offset, left, S)
+                if i_m == 0:
+                    tl.store(p_normalized_offset + i_o, b_offset)
+                    tl.store(p_delta + i_o, b_delta)
+            b_offset += b_back
             b_query = project_transposed(b_q, b_high, p_low, flag, i_f, S)
             b_floor = 0.0
             if S.EPSILON > 0:
@@ -566,6 +648,10 @@ def linear_favor_backward_sums_kernel(
         c_last = c
         p_q -= S.C * q.t
         p_d_out -= S.C * d.t
+        if p_out is not None:
+            p_out -= S.C * S.H * S.E
+            p_residual -= S.C * S.H * S.E
+            p_den -= S.C * S.H
         i_c -= 1
         i_p -= 1
         i_q -= 1
@@ -574,18 +660,32 @@ def linear_favor_backward_sums_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
-def linear_favor_backward_queries_kernel(
-    p_q, p_k, p_v, p_d_out, p_high, p_low, p_flag, p_lengths, p_query_offset, p_delta, p_floor, p_mass, p_offset,
-    p_scale, p_peak, p_reference, p_before, p_before_z, p_prefix, p_prefix_z, p_values, p_d_q,
-    T, segments, chunks, first, sequences, q, k, v, d, S: tl.constexpr
+def linear_favor_backward_sums_kernel(
+    p_q, p_d_out, p_high, p_low, p_flag, p_query_offset, p_delta, p_floor, p_peak, p_reference, p_d_total,
+    p_d_total_z, p_suffix, p_suffix_z,
+    T, segments, chunks, first, sequences, q, d, S: tl.constexpr
 ):  # fmt: skip
-    """dq of one chunk of one query head, of the sequences in the workspace.
+    """dS and dz of one segment and one tile of features, summed over the query heads of a group, at its start's scale.
 
-    p_delta: Δ, computed from the rounded `out`; replaced by Δ of the sums that `out` was computed from, which makes
-    φ(q)·dφ(q) zero. p_mass: with an epsilon, e_i / den_i is written here.
+    p_suffix, p_suffix_z: (sequences, chunks, BM, ·) the part that comes after each chunk, at the scale of the chunk's
+    end.
     """
+    sum_queries(
+        tl.program_id(0), p_q, p_d_out, p_high, p_low, p_flag, p_query_offset, p_delta, p_floor, p_peak,
+        p_reference, p_d_total, p_d_total_z, p_suffix, p_suffix_z, None, None, None, None,
+        T, segments, chunks, first, sequences, q, d, S
+    )  # fmt: skip
+
+
+@triton.jit
+def differentiate_queries(
+    pid, p_q, p_k, p_v, p_d_out, p_high, p_low, p_flag, p_lengths, p_query_offset, p_delta, p_floor, p_mass,
+    p_offset, p_scale, p_peak, p_reference, p_before, p_before_z, p_prefix, p_prefix_z, p_values, p_d_q, T,
+    segments, chunks, first, sequences, q, k, v, d, S: tl.constexpr
+):  # fmt: skip
+    """Program pid of `linear_favor_backward_queries_kernel`."""
     GROUP: tl.constexpr = S.H // S.HKV
-    i_g, i_c, i_x, i_n, i_b, i_kv = sequence_index(first, sequences, GROUP, S)
+    i_g, i_c, i_x, i_n, i_b, i_kv = sequence_index(pid, first, sequences, GROUP, S)
     i_h, i_0 = i_kv * GROUP + i_g, i_c * S.C
     left, rows = T - i_0, visible_length(p_lengths, i_b, T) - i_0
     p_q, p_k = token_pointer(p_q, q, i_b, i_0, i_h), token_pointer(p_k, k, i_b, i_0, i_kv)
@@ -653,7 +753,8 @@ def linear_favor_backward_queries_kernel(
         b_g *= b_query
         b_total += tl.sum(b_g, 1)
         b_d_q = tl.dot(b_g.to(tl.bfloat16), b_high, b_d_q)
-    tl.store(p_delta + i_o, tl.load(p_delta + i_o) + b_total + b_rest)
+    if not S.RESIDUAL:
+        tl.store(p_delta + i_o, tl.load(p_delta + i_o) + b_total + b_rest)
     b_d_q *= S.D**-0.25
     if S.EPSILON > 0:
         tl.store(p_mass + i_o, b_mass * b_epsilon)
@@ -664,14 +765,32 @@ def linear_favor_backward_queries_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
-def linear_favor_backward_keys_kernel(
+def linear_favor_backward_queries_kernel(
     p_q, p_k, p_v, p_d_out, p_high, p_low, p_flag, p_lengths, p_query_offset, p_delta, p_floor, p_mass, p_offset,
-    p_scale, p_peak, p_reference, p_after, p_after_z, p_suffix, p_suffix_z, p_values, p_d_k, p_d_v,
+    p_scale, p_peak, p_reference, p_before, p_before_z, p_prefix, p_prefix_z, p_values, p_d_q,
     T, segments, chunks, first, sequences, q, k, v, d, S: tl.constexpr
 ):  # fmt: skip
-    """dk and dv of one chunk of a sequence in the workspace; keys are rows and queries columns."""
+    """dq of one chunk of one query head, of the sequences in the workspace.
+
+    p_delta: Δ, computed from the rounded `out`; replaced by Δ of the sums that `out` was computed from, which makes
+    φ(q)·dφ(q) zero. p_mass: with an epsilon, e_i / den_i is written here.
+    """
+    differentiate_queries(
+        tl.program_id(0), p_q, p_k, p_v, p_d_out, p_high, p_low, p_flag, p_lengths, p_query_offset, p_delta,
+        p_floor, p_mass, p_offset, p_scale, p_peak, p_reference, p_before, p_before_z, p_prefix, p_prefix_z,
+        p_values, p_d_q, T, segments, chunks, first, sequences, q, k, v, d, S
+    )  # fmt: skip
+
+
+@triton.jit
+def differentiate_keys(
+    pid, p_q, p_k, p_v, p_d_out, p_high, p_low, p_flag, p_lengths, p_query_offset, p_delta, p_floor, p_mass,
+    p_offset, p_scale, p_peak, p_reference, p_after, p_after_z, p_suffix, p_suffix_z, p_values, p_d_k, p_d_v, T,
+    segments, chunks, first, sequences, q, k, v, d, S: tl.constexpr
+):  # fmt: skip
+    """Program pid of `linear_favor_backward_keys_kernel`."""
     GROUP: tl.constexpr = S.H // S.HKV
-    _, i_c, i_x, i_n, i_b, i_kv = sequence_index(first, sequences, 1, S)
+    _, i_c, i_x, i_n, i_b, i_kv = sequence_index(pid, first, sequences, 1, S)
     i_0 = i_c * S.C
     left, rows = T - i_0, visible_length(p_lengths, i_b, T) - i_0
     p_q, p_k = token_pointer(p_q, q, i_b, i_0, i_kv * GROUP), token_pointer(p_k, k, i_b, i_0, i_kv)
@@ -737,6 +856,20 @@ def linear_favor_backward_keys_kernel(
     store_values(p_d_v + i_row * S.E, S.HKV * S.E, left, b_d_v, S)
 
 
+@triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
+def linear_favor_backward_keys_kernel(
+    p_q, p_k, p_v, p_d_out, p_high, p_low, p_flag, p_lengths, p_query_offset, p_delta, p_floor, p_mass, p_offset,
+    p_scale, p_peak, p_reference, p_after, p_after_z, p_suffix, p_suffix_z, p_values, p_d_k, p_d_v,
+    T, segments, chunks, first, sequences, q, k, v, d, S: tl.constexpr
+):  # fmt: skip
+    """dk and dv of one chunk of a sequence in the workspace; keys are rows and queries columns."""
+    differentiate_keys(
+        tl.program_id(0), p_q, p_k, p_v, p_d_out, p_high, p_low, p_flag, p_lengths, p_query_offset, p_delta,
+        p_floor, p_mass, p_offset, p_scale, p_peak, p_reference, p_after, p_after_z, p_suffix, p_suffix_z,
+        p_values, p_d_k, p_d_v, T, segments, chunks, first, sequences, q, k, v, d, S
+    )  # fmt: skip
+
+
 def forward(x: LinearInputs, problem: LinearProblem, *, zeroed: bool = True) -> tuple[Tensor | None, ...]:
     """Return out, the sums and their shift after the last token or None, den, and the workspace for `backward`.
 
@@ -775,18 +908,20 @@ def feature_block(num_features: int) -> int:
 def saved_size(x: LinearInputs, problem: LinearProblem) -> int:
     """Return the number of float32 elements that `forward` saves: four per token and head, and the projection."""
     B, T, H, D = x.q.shape
-    return _saved(B, T, H, x.k.shape[2], D, len(x.weight), x.v.shape[3] if problem.epsilon else 0).size
+    return saved_buffers(B, T, H, x.k.shape[2], D, len(x.weight), x.v.shape[3] if problem.epsilon else 0).size
 
 
-class _FavorPlan(StatesPlan):
+class FavorPlan(StatesPlan):
+    """What the plans of both passes share."""
+
     def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
         super().__init__(device, key, problem, CHUNK, num_features=key[3][0][0])
         blocks = padded(self.D), feature_block(self.M), padded(self.E)
-        self.S = FavorSizes(self.H, self.Hkv, self.D, self.M, self.E, CHUNK, *blocks, problem.epsilon)
+        self.S = FavorSizes(self.H, self.Hkv, self.D, self.M, self.E, CHUNK, *blocks, problem.epsilon, False)
         self.tilings = TILINGS[max(self.S.BD, self.S.BE)]
         self.tiles, self.programs = self.S.BM // TILE, self.tilings.sums.programs
         residuals = self.E if problem.epsilon else 0
-        self.saved = _saved(self.B, self.T, self.H, self.Hkv, self.D, self.M, residuals)
+        self.saved = saved_buffers(self.B, self.T, self.H, self.Hkv, self.D, self.M, residuals)
         self.eager = Workspace(self.den_buffer, *self.saved.buffers)
         self.values = self.values_launch("v")
 
@@ -839,7 +974,7 @@ class _FavorPlan(StatesPlan):
         return self.values_scan(self.values, x.total, x.v, x.lengths, None, None)
 
 
-class _FavorForward(_FavorPlan):
+class _FavorForward(FavorPlan):
     def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
         super().__init__(device, key, problem)
         parts = self.split(READ_SHARE)
@@ -882,7 +1017,7 @@ class _FavorForward(_FavorPlan):
         return self.tiled(linear_favor_forward_scales_kernel, tiling, programs, (segments, run), name, **other)
 
 
-class _FavorBackward(_FavorPlan):
+class _FavorBackward(FavorPlan):
     def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
         super().__init__(device, key, problem)
         self.tensors["d"] = key[6]
@@ -941,7 +1076,7 @@ class _FavorBackward(_FavorPlan):
         return self.values_scan(self.d_values, None, d_out, None, mass, delta)
 
 
-def _saved(B: int, T: int, H: int, Hkv: int, D: int, M: int, residuals: int) -> Workspace:
+def saved_buffers(B: int, T: int, H: int, Hkv: int, D: int, M: int, residuals: int) -> Workspace:
     """The projection as two matrices and the flag; scales of queries and of keys; references before each chunk; this
     number of residuals per token and head.
     """

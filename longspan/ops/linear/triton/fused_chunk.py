@@ -3,7 +3,8 @@
 A sequence is divided into segments of several chunks, about as many segments as the device runs programs at once. One
 kernel sums each segment's keys and values, `scan` computes the sums before each segment from these, and a third kernel
 processes the chunks of a segment in order, with the sums in registers: a chunk's queries read them, and see the chunk's
-own keys as masked products. A short sequence without a state is one segment: the third kernel alone computes it.
+own keys as masked products. For a short sequence without a state the third kernel is the only one: each of its programs
+sums the keys before its segment itself.
 
 A key's features are f · 2ⁿ with an integer n, its reference: changing a reference changes no digit of f. Pointwise maps
 have none. Keys mostly have similar scales: then one reference, the larger of that of the sums before a segment and that
@@ -15,7 +16,8 @@ Backward, with d the gradient of out, δ_i = d_i · out_i, and S, z the sums bef
     dφ(q_i) = (S d_i − δ_i z + Σ_{j ≤ i} (d_i · v_j − δ_i) f_j) / den_i,      dS = Σ_i φ(q_i) / den_i d_iᵀ
 
 dS is summed from the end as the forward pass sums S from the start. Gradients of queries go through a segment forwards
-with S in registers, those of keys and values backwards with dS. With one segment, no sums are computed beforehand.
+with S in registers, those of keys and values backwards with dS. For a short sequence, S is that of the forward pass,
+and the programs for keys and values sum the queries after their segment themselves.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ CHUNK = FUSED_CHUNK
 STAGES = 3  # With fewer, no chunk is loaded while another is in use.
 FEATURES = 16  # per program of the scan
 SHORT = 4  # Chunks of a sequence that one program computes as fast as three launches with more programs.
+EXTRA = 30  # Chunks that a program sums beside its own sooner than the host launches two more kernels.
 
 # Features may exceed their reference by 2 to this power before references must rise per row.
 SLACK = tl.constexpr(32.0)
@@ -73,11 +76,10 @@ def _pointer(p_x, x, STRIDE: tl.constexpr, i_b, i_0, i_h):
 
 
 @triton.jit
-def segment_index(p_lengths, T, segments, chunks, BACK: tl.constexpr, S: tl.constexpr):
-    """Indices of this program: batch, key head, sequence (batch and head), segment, first chunk, its first token; and
+def segment_index(pid, p_lengths, T, segments, chunks, BACK: tl.constexpr, S: tl.constexpr):
+    """Indices of program pid: batch, key head, sequence (batch and head), segment, first chunk, its first token; and
     the numbers of tokens and of visible keys from there on. BACK: start with the segment's last chunk.
     """
-    pid = tl.program_id(0)
     i_h = pid % S.HKV
     i_s = (pid // S.HKV) % segments
     i_b = (pid // S.HKV // segments).to(tl.int64)
@@ -348,6 +350,36 @@ def _first_reference(p_k, rows, S: tl.constexpr):
 
 
 @triton.jit
+def _sum_run(p_k, p_v, rows, count, S: tl.constexpr, STAGES: tl.constexpr):
+    """`_sum_keys` of some chunks, with the reference of the first key before the largest logarithm."""
+    first = tl.full((), FLOOR, tl.float32)
+    if S.SCALED:
+        first = _first_reference(p_k, rows, S)
+    b_kv, b_z, c, top = _sum_keys(p_k, p_v, first, rows, count, S, False, STAGES)
+    if S.SCALED:
+        if reference(top) > first + SLACK:
+            nothing = tl.full((), FLOOR, tl.float32)
+            b_kv, b_z, c, top = _sum_keys(p_k, p_v, nothing, rows, count, S, True, 1)
+    return b_kv, b_z, c, first, top
+
+
+@triton.jit
+def _sum_earlier(p_k, p_v, i_c, rows, S: tl.constexpr, STAGES: tl.constexpr):
+    """Sums of all keys before chunk i_c, at which p_k and p_v are, their reference, and the logarithm of the largest
+    feature.
+    """
+    i_0 = i_c * S.C
+    p_k -= i_0.to(tl.int64) * S.STRIDE_K
+    p_v -= i_0.to(tl.int64) * S.STRIDE_V
+    b_kv, b_z, c, _, top = _sum_run(p_k, p_v, rows + i_0, i_c, S, STAGES)
+    if S.SCALED:
+        factor = tl.where(top <= FLOOR, 1.0, exp2(c - reference(top)))
+        b_kv *= factor
+        b_z *= factor
+    return b_kv, b_z, top
+
+
+@triton.jit
 def _largest_logit(p_k, rows, count, S: tl.constexpr):
     """Logarithm of the largest feature of a segment's keys."""
     b_top = tl.full((S.C, S.BD), FLOOR, tl.float32)
@@ -367,18 +399,10 @@ def linear_fused_chunk_forward_sums_kernel(
     p_scales: (B, Hkv, segments, SCALES) the reference of the sums, that of the first key, the largest natural
     logarithm.
     """
-    i_b, i_h, _, i_s, _, i_0, _, rows = segment_index(p_lengths, T, segments, chunks, False, S)
+    i_b, i_h, _, i_s, _, i_0, _, rows = segment_index(tl.program_id(0), p_lengths, T, segments, chunks, False, S)
     p_k = _pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_h)
     p_v = _pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_h)
-    count = chunks_in(i_s, T, chunks, S)
-    first = tl.full((), FLOOR, tl.float32)
-    if S.SCALED:
-        first = _first_reference(p_k, rows, S)
-    b_kv, b_z, c, top = _sum_keys(p_k, p_v, first, rows, count, S, False, STAGES)
-    if S.SCALED:
-        if reference(top) > first + SLACK:
-            nothing = tl.full((), FLOOR, tl.float32)
-            b_kv, b_z, c, top = _sum_keys(p_k, p_v, nothing, rows, count, S, True, 1)
+    b_kv, b_z, c, first, top = _sum_run(p_k, p_v, rows, chunks_in(i_s, T, chunks, S), S, STAGES)
     i_o = (i_b * S.HKV + i_h) * segments + i_s
     store_sums(p_kv, i_o, b_kv, S)
     tl.store(p_z + i_o * S.BD + tl.arange(0, S.BD), b_z)
@@ -473,14 +497,15 @@ def _read_segment(start, counts, q, S: tl.constexpr, PER_ROW: tl.constexpr, STAG
 @triton.jit(do_not_specialize=["T", "segments", "chunks"])
 def linear_fused_chunk_forward_kernel(
     p_q, p_k, p_v, p_lengths, p_kv, p_z, p_scales, p_reference, p_out, p_den,
-    T, segments, chunks, q, k, v, S: tl.constexpr, STAGES: tl.constexpr
+    T, segments, chunks, q, k, v, S: tl.constexpr, SUM: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """One segment of one key head and its query heads. p_den: (B, T, H), at the reference of its row.
 
-    p_kv, p_z: None for a sequence of one segment; then the scales and references are computed here.
+    p_kv, p_z: None for a sequence of one segment; then the scales and references are computed here. SUM: the sums
+    before the segment are computed here and stored.
     """
     GROUP: tl.constexpr = S.H // S.HKV
-    i_b, i_h, i_x, i_s, i_c, i_0, left, rows = segment_index(p_lengths, T, segments, chunks, False, S)
+    i_b, i_h, i_x, i_s, i_c, i_0, left, rows = segment_index(tl.program_id(0), p_lengths, T, segments, chunks, False, S)
     p_q = _pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h * GROUP)
     p_k = _pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_h)
     p_v = _pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_h)
@@ -489,19 +514,28 @@ def linear_fused_chunk_forward_kernel(
     p_den += i_row
     count = chunks_in(i_s, T, chunks, S)
     i_o = i_x * segments + i_s
-    if p_kv is None and S.SCALED:
-        c_before, c = tl.full((), FLOOR, tl.float32), _first_reference(p_k, rows, S)
-        top = _largest_logit(p_k, rows, count, S)
-        use_per_row = (reference(top) > c + SLACK).to(tl.int32)
-        tl.store(p_scales + i_o * SCALES + 1, c)
+    before = tl.full((), FLOOR, tl.float32)
+    if SUM:
+        b_kv, b_z, before = _sum_earlier(p_k, p_v, i_c, rows, S, STAGES)
+        store_sums(p_kv, i_o, b_kv, S)
+        tl.store(p_z + i_o * S.BD + tl.arange(0, S.BD), b_z)
+        b_z = b_z[None, :]
+    else:
+        b_kv, b_z = load_state(p_kv, p_z, i_o, S)
+    if (p_kv is None or SUM) and S.SCALED:
+        c_before, first, top = reference(before), _first_reference(p_k, rows, S), _largest_logit(p_k, rows, count, S)
+        tl.store(p_scales + i_o * SCALES + 1, first)
         tl.store(p_scales + i_o * SCALES + 2, top)
-        tl.store(p_reference + i_x * 2, c_before)
-        tl.store(p_reference + i_x * 2 + 1, top)
+        p_reference += i_x * (segments + 1) + i_s
+        tl.store(p_reference, before)
+        if i_s == segments - 1:
+            tl.store(p_reference + 1, tl.maximum(before, top))
+        c = tl.maximum(c_before, first)
+        use_per_row = (reference(top) > c + SLACK).to(tl.int32)
         if S.BUCKET > S.C:
             c, use_per_row = c_before, 0
     else:
         c_before, c, use_per_row = segment_references(p_reference, p_scales, i_x, i_s, segments, S)
-    b_kv, b_z = load_state(p_kv, p_z, i_o, S)
     b_z = first_row(b_z)
     for per_row in tl.static_range(2 if S.SCALED and S.BUCKET <= S.C else 1):
         if use_per_row == per_row:
@@ -528,8 +562,9 @@ def _sum_queries(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.constexpr, ST
             b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
             _, b_reference, c_last = row_references(b_k, rows, c, S)
             b_row = exp2(c_start - b_reference)
-            tl.store(p_starts, c)
-            p_starts += 1
+            if p_starts is not None:
+                tl.store(p_starts, c)
+                p_starts += 1
             c = c_last
         for g in range(S.H // S.HKV):
             b_q = load_rows(p_q + g * q.h, S.STRIDE_Q, left, S.D, S.BD, S)
@@ -539,8 +574,9 @@ def _sum_queries(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.constexpr, ST
             b_query *= inverse(b_den)[:, None]
             b_out = load_rows(p_out + g * S.E, S.H * S.E, left, S.E, S.BE, S)
             b_delta = tl.sum(b_d.to(tl.float32) * b_out.to(tl.float32), 1)
-            tl.store(p_queries + (2 * g) * S.C + i_t, b_delta)
-            tl.store(p_queries + (2 * g + 1) * S.C + i_t, query_scale(b_den, b_largest, S))
+            if p_queries is not None:
+                tl.store(p_queries + (2 * g) * S.C + i_t, b_delta)
+                tl.store(p_queries + (2 * g + 1) * S.C + i_t, query_scale(b_den, b_largest, S))
             if PER_ROW:
                 b_query *= b_row[:, None]
             b_d_z -= b_query * b_delta[:, None]
@@ -550,7 +586,8 @@ def _sum_queries(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.constexpr, ST
         p_d_out += S.C * S.STRIDE_D
         p_out += S.C * S.H * S.E
         p_den += S.C * S.H
-        p_queries += 2 * S.C * (S.H // S.HKV)
+        if p_queries is not None:
+            p_queries += 2 * S.C * (S.H // S.HKV)
         left -= S.C
         rows -= S.C
     return b_d_kv, tl.sum(b_d_z, 0)
@@ -567,7 +604,7 @@ def linear_fused_chunk_backward_sums_kernel(
     gets the references before each chunk, where they rise within a segment.
     """
     GROUP: tl.constexpr = S.H // S.HKV
-    i_b, i_h, i_x, i_s, i_c, i_0, left, rows = segment_index(p_lengths, T, segments, chunks, False, S)
+    i_b, i_h, i_x, i_s, i_c, i_0, left, rows = segment_index(tl.program_id(0), p_lengths, T, segments, chunks, False, S)
     p_q = _pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h * GROUP)
     p_k = _pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_h)
     p_d_out = _pointer(p_d_out, d, S.STRIDE_D, i_b, i_0, i_h * GROUP)
@@ -633,8 +670,9 @@ def _differentiate_queries(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.con
                 b_scale = tl.load(p_queries + (2 * g + 1) * S.C + i_t)
             else:
                 b_delta, b_scale = _row_scales(p_out + g * S.E, p_den + g, b_q, b_d, left, S)
-                tl.store(p_queries + (2 * g) * S.C + i_t, b_delta)
-                tl.store(p_queries + (2 * g + 1) * S.C + i_t, b_scale)
+                if p_queries is not None:
+                    tl.store(p_queries + (2 * g) * S.C + i_t, b_delta)
+                    tl.store(p_queries + (2 * g + 1) * S.C + i_t, b_scale)
             if S.BUCKET <= S.C:
                 b_d_p -= b_delta[:, None]
                 if PER_ROW:
@@ -670,23 +708,20 @@ def _differentiate_queries(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.con
             p_out += S.C * S.H * S.E
             p_den += S.C * S.H
         p_d_q += S.C * S.H * S.D
-        p_queries += 2 * S.C * (S.H // S.HKV)
+        if p_queries is not None:
+            p_queries += 2 * S.C * (S.H // S.HKV)
         left -= S.C
         rows -= S.C
 
 
-@triton.jit(do_not_specialize=["T", "segments", "chunks"])
-def linear_fused_chunk_backward_queries_kernel(
-    p_q, p_k, p_v, p_lengths, p_kv, p_z, p_scales, p_reference, p_starts, p_out, p_den, p_d_out, p_queries, p_d_q,
+@triton.jit
+def _queries_segment(
+    pid, p_q, p_k, p_v, p_lengths, p_kv, p_z, p_scales, p_reference, p_starts, p_out, p_den, p_d_out, p_queries, p_d_q,
     T, segments, chunks, q, k, v, d, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """dq of one segment of one key head's query heads.
-
-    p_kv, p_z: None for a sequence of one segment. Then p_out and p_den are given, and what
-    `linear_fused_chunk_backward_sums_kernel` writes to p_queries and p_starts is written here.
-    """
+    """Segment pid of `linear_fused_chunk_backward_queries_kernel`."""
     GROUP: tl.constexpr = S.H // S.HKV
-    i_b, i_h, i_x, i_s, i_c, i_0, left, rows = segment_index(p_lengths, T, segments, chunks, False, S)
+    i_b, i_h, i_x, i_s, i_c, i_0, left, rows = segment_index(pid, p_lengths, T, segments, chunks, False, S)
     p_q = _pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h * GROUP)
     p_k = _pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_h)
     p_v = _pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_h)
@@ -695,8 +730,9 @@ def linear_fused_chunk_backward_queries_kernel(
     if p_out is not None:
         p_out += i_row * S.E
         p_den += i_row
-    p_queries += (i_x * tl.cdiv(T, S.C) + i_c) * (2 * S.C * GROUP)
-    p_starts += i_x * tl.cdiv(T, S.C) + i_c
+    if p_queries is not None:
+        p_queries += (i_x * tl.cdiv(T, S.C) + i_c) * (2 * S.C * GROUP)
+        p_starts += i_x * tl.cdiv(T, S.C) + i_c
     p_d_q += i_row * S.D
     count = chunks_in(i_s, T, chunks, S)
     i_o = i_x * segments + i_s
@@ -713,13 +749,33 @@ def linear_fused_chunk_backward_queries_kernel(
             _differentiate_queries(start, (left, rows, count), q, d, S, per_row, STAGES)
 
 
+@triton.jit(do_not_specialize=["T", "segments", "chunks"])
+def linear_fused_chunk_backward_queries_kernel(
+    p_q, p_k, p_v, p_lengths, p_kv, p_z, p_scales, p_reference, p_starts, p_out, p_den, p_d_out, p_queries, p_d_q,
+    T, segments, chunks, q, k, v, d, S: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """dq of one segment of one key head's query heads.
+
+    p_kv, p_z: None for a sequence of one segment. Then p_out and p_den are given, and what
+    `linear_fused_chunk_backward_sums_kernel` writes to p_queries and p_starts is written here.
+    """
+    _queries_segment(
+        tl.program_id(0), p_q, p_k, p_v, p_lengths, p_kv, p_z, p_scales, p_reference, p_starts, p_out, p_den, p_d_out,
+        p_queries, p_d_q, T, segments, chunks, q, k, v, d, S, STAGES
+    )  # fmt: skip
+
+
 @triton.jit
-def _load_queries(p_q, p_queries, p_d_out, left, S: tl.constexpr):
-    """φ(q) / den (C, BD) and d (C, BE) of one query head."""
-    b_q = load_rows(p_q, S.STRIDE_Q, left, S.D, S.BD, S)
-    b_d = load_rows(p_d_out, S.STRIDE_D, left, S.E, S.BE, S)
-    b_query = normalized_queries(b_q, tl.load(p_queries + S.C + tl.arange(0, S.C)), S)
-    return round_once(b_query), b_d
+def _load_queries(p_q, p_queries, p_out, p_den, p_d_out, g, q, d, left, S: tl.constexpr):
+    """φ(q) / den (C, BD) and d (C, BE) of query head g, and δ (C,) if it is computed here: without p_queries."""
+    b_q = load_rows(p_q + g * q.h, S.STRIDE_Q, left, S.D, S.BD, S)
+    b_d = load_rows(p_d_out + g * d.h, S.STRIDE_D, left, S.E, S.BE, S)
+    b_delta = zeros(S.C)
+    if p_queries is None:
+        b_delta, b_scale = _row_scales(p_out + g * S.E, p_den + g, b_q, b_d, left, S)
+    else:
+        b_scale = tl.load(p_queries + (2 * g + 1) * S.C + tl.arange(0, S.C))
+    return round_once(normalized_queries(b_q, b_scale, S)), b_d, b_delta
 
 
 @triton.jit
@@ -729,7 +785,7 @@ def _differentiate_keys(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.conste
     which with large states spills fewer registers.
     """
     C: tl.constexpr = S.C
-    p_q, p_k, p_v, p_starts, p_d_out, p_queries, p_d_k, p_d_v, b_d_kv, b_d_z, c = start
+    p_q, p_k, p_v, p_starts, p_out, p_den, p_d_out, p_queries, p_d_k, p_d_v, b_d_kv, b_d_z, c = start
     left, rows, count = counts
     GROUP: tl.constexpr = S.H // S.HKV
     i_t = tl.arange(0, S.C)
@@ -753,14 +809,14 @@ def _differentiate_keys(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.conste
         b_rounded = b_d_kv.to(tl.bfloat16)
         # Values first, then keys: computing both in one loop would need more registers.
         if S.BUCKET <= S.C:
-            b_query, b_d = _load_queries(p_q, p_queries, p_d_out, left, S)
+            b_query, b_d, b_delta = _load_queries(p_q, p_queries, p_out, p_den, p_d_out, 0, q, d, left, S)
         b_d_v = tl.dot(b_f, tl.trans(b_rounded))
         if PER_ROW:
             b_d_v *= b_end[:, None]
         if S.BUCKET <= S.C:
             for g in range(GROUP):
                 if GROUP > 1:
-                    b_query, b_d = _load_queries(p_q + g * q.h, p_queries + 2 * g * S.C, p_d_out + g * d.h, left, S)
+                    b_query, b_d, b_delta = _load_queries(p_q, p_queries, p_out, p_den, p_d_out, g, q, d, left, S)
                 b_p = tl.dot(b_f, tl.trans(b_query))
                 b_p = b_p * b_pair if PER_ROW else tl.where(m_seen, b_p, 0)
                 b_d_v = add(b_d_v, tl.dot(b_p.to(tl.bfloat16), b_d))
@@ -776,8 +832,9 @@ def _differentiate_keys(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.conste
         if S.BUCKET <= S.C:
             for g in range(GROUP):
                 if GROUP > 1:
-                    b_query, b_d = _load_queries(p_q + g * q.h, p_queries + 2 * g * S.C, p_d_out + g * d.h, left, S)
-                b_delta = tl.load(p_queries + 2 * g * S.C + i_t)
+                    b_query, b_d, b_delta = _load_queries(p_q, p_queries, p_out, p_den, p_d_out, g, q, d, left, S)
+                if p_queries is not None:
+                    b_delta = tl.load(p_queries + 2 * g * S.C + i_t)
                 b_d_p = tl.dot(b_v, tl.trans(b_d))
                 b_d_p -= b_delta[None, :]
                 b_d_p = b_d_p * b_pair if PER_ROW else tl.where(m_seen, b_d_p, 0)
@@ -799,21 +856,69 @@ def _differentiate_keys(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.conste
         p_d_out -= S.C * S.STRIDE_D
         p_d_k -= S.C * S.HKV * S.D
         p_d_v -= S.C * S.HKV * S.E
-        p_queries -= 2 * S.C * GROUP
+        if p_queries is None:
+            p_out -= S.C * S.H * S.E
+            p_den -= S.C * S.H
+        if p_queries is not None:
+            p_queries -= 2 * S.C * GROUP
         left += S.C
         rows += S.C
 
 
-@triton.jit(do_not_specialize=["T", "segments", "chunks"])
-def linear_fused_chunk_backward_keys_kernel(
-    p_q, p_k, p_v, p_lengths, p_d_kv, p_d_z, p_scales, p_reference, p_starts, p_d_out, p_queries, p_d_k, p_d_v,
-    T, segments, chunks, q, k, v, d, S: tl.constexpr, STAGES: tl.constexpr
+@triton.jit
+def _sum_later(
+    p_q, p_k, p_out, p_den, p_d_out, p_scales, p_reference, i_x, i_s, left, rows, T, segments, chunks, q, d,
+    S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """dk and dv of one segment of one key head."""
+    """dS (BE, BD) and dz (BD,) of all queries after segment i_s, at whose last chunk the pointers are, at the reference
+    of the sums before them.
+    """
+    p_q += S.C * S.STRIDE_Q
+    p_k += S.C * S.STRIDE_K
+    p_d_out += S.C * S.STRIDE_D
+    p_out += S.C * S.H * S.E
+    p_den += S.C * S.H
+    left -= S.C
+    rows -= S.C
+    if not S.SCALED:
+        start = p_q, p_k, p_out, p_den, p_d_out, None, None, tl.full((), 0, tl.float32)
+        count = tl.cdiv(T, S.C) - (i_s + 1) * chunks
+        b_d_kv, b_d_z = _sum_queries(start, (left, rows, count), q, d, S, False, STAGES)
+    else:
+        b_d_kv, b_d_z = zeros(S.BE, S.BD), zeros(S.BD)
+        c_last = tl.full((), 0, tl.float32)
+        for i in range(segments - 1 - i_s):
+            i_later = segments - 1 - i
+            tokens = (i_later - i_s - 1) * chunks * S.C
+            c_before, c, use_per_row = segment_references(p_reference, p_scales, i_x, i_later, segments, S)
+            factor = exp2(c_before - c_last) if i > 0 else 0.0
+            b_d_kv *= factor
+            b_d_z *= factor
+            for per_row in tl.static_range(2 if S.BUCKET <= S.C else 1):
+                if use_per_row == per_row:
+                    c_0 = c_before if per_row else c
+                    start = (
+                        p_q + tokens * S.STRIDE_Q, p_k + tokens * S.STRIDE_K, p_out + tokens * S.H * S.E,
+                        p_den + tokens * S.H, p_d_out + tokens * S.STRIDE_D, None, None, c_0
+                    )  # fmt: skip
+                    counts = left - tokens, rows - tokens, chunks_in(i_later, T, chunks, S)
+                    b_more, b_more_z = _sum_queries(start, counts, q, d, S, per_row, STAGES)
+                    b_d_kv += b_more * exp2(c_before - c_0)
+                    b_d_z += b_more_z * exp2(c_before - c_0)
+            c_last = c_before
+    return b_d_kv, b_d_z
+
+
+@triton.jit
+def _keys_segment(
+    pid, p_q, p_k, p_v, p_lengths, p_d_kv, p_d_z, p_scales, p_reference, p_starts, p_out, p_den, p_d_out, p_queries,
+    p_d_k, p_d_v, T, segments, chunks, q, k, v, d, S: tl.constexpr, SUM: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """Segment pid of `linear_fused_chunk_backward_keys_kernel`. SUM: dS after the segment is computed here."""
     C: tl.constexpr = S.C
     BD: tl.constexpr = S.BD
     GROUP: tl.constexpr = S.H // S.HKV
-    i_b, i_h, i_x, i_s, i_c, i_0, left, rows = segment_index(p_lengths, T, segments, chunks, True, S)
+    i_b, i_h, i_x, i_s, i_c, i_0, left, rows = segment_index(pid, p_lengths, T, segments, chunks, True, S)
     p_q = _pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h * GROUP)
     p_k = _pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_h)
     p_v = _pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_h)
@@ -821,15 +926,26 @@ def linear_fused_chunk_backward_keys_kernel(
     i_row = (i_b * T + i_0) * S.HKV + i_h
     p_d_k += i_row * S.D
     p_d_v += i_row * S.E
-    p_starts += i_x * tl.cdiv(T, S.C) + i_c
-    p_queries += (i_x * tl.cdiv(T, S.C) + i_c) * (2 * S.C * GROUP)
+    if p_out is not None:
+        p_out += i_row * GROUP * S.E
+        p_den += i_row * GROUP
+    if p_queries is not None:
+        p_starts += i_x * tl.cdiv(T, S.C) + i_c
+        p_queries += (i_x * tl.cdiv(T, S.C) + i_c) * (2 * S.C * GROUP)
     count = chunks_in(i_s, T, chunks, S)
     i_o = i_x * segments + i_s
     _, c, use_per_row = segment_references(p_reference, p_scales, i_x, i_s, segments, S, False)
     c_after = c
     if S.SCALED:
         c_after = reference(tl.load(p_reference + i_x * (segments + 1) + i_s + 1))
-    b_d_kv, b_d_z = load_state(p_d_kv, p_d_z, i_o, S)
+    if SUM:
+        b_d_kv, b_d_z = _sum_later(
+            p_q, p_k, p_out, p_den, p_d_out, p_scales, p_reference, i_x, i_s, left, rows, T, segments, chunks, q, d,
+            S, STAGES
+        )  # fmt: skip
+        b_d_z = b_d_z[None, :]
+    else:
+        b_d_kv, b_d_z = load_state(p_d_kv, p_d_z, i_o, S)
     if S.BD * S.BE <= 64 * 64:
         b_d_z = first_row(b_d_z)
     else:
@@ -838,8 +954,47 @@ def linear_fused_chunk_backward_keys_kernel(
         if use_per_row == per_row:
             c_0 = c_after if per_row else c
             factor = exp2(c_0 - c_after)
-            start = p_q, p_k, p_v, p_starts, p_d_out, p_queries, p_d_k, p_d_v, b_d_kv * factor, b_d_z * factor, c_0
+            start = (
+                p_q, p_k, p_v, p_starts, p_out, p_den, p_d_out, p_queries, p_d_k, p_d_v, b_d_kv * factor,
+                b_d_z * factor, c_0
+            )  # fmt: skip
             _differentiate_keys(start, (left, rows, count), q, d, S, per_row, STAGES)
+
+
+@triton.jit(do_not_specialize=["T", "segments", "chunks"])
+def linear_fused_chunk_backward_keys_kernel(
+    p_q, p_k, p_v, p_lengths, p_d_kv, p_d_z, p_scales, p_reference, p_starts, p_out, p_den, p_d_out, p_queries, p_d_k,
+    p_d_v, T, segments, chunks, q, k, v, d, S: tl.constexpr, SUM: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """dk and dv of one segment of one key head. SUM: dS after the segment is computed here, from p_out and p_den."""
+    _keys_segment(
+        tl.program_id(0), p_q, p_k, p_v, p_lengths, p_d_kv, p_d_z, p_scales, p_reference, p_starts, p_out, p_den,
+        p_d_out, p_queries, p_d_k, p_d_v, T, segments, chunks, q, k, v, d, S, SUM, STAGES
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T", "segments", "chunks"])
+def linear_fused_chunk_backward_kernel(
+    p_q, p_k, p_v, p_lengths, p_kv, p_z, p_out, p_den, p_d_out, p_d_q, p_d_k, p_d_v,
+    T, segments, chunks, q, k, v, d, S: tl.constexpr, SUM: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """dk and dv of one segment of one key head, by the first half of the programs, or dq, by the other half. Pointwise
+    maps only.
+
+    p_kv, p_z: None for a sequence of one segment. SUM: dS after a segment is computed here.
+    """
+    half = tl.num_programs(0) // 2
+    pid = tl.program_id(0)
+    if pid < half:
+        _keys_segment(
+            pid, p_q, p_k, p_v, p_lengths, None, None, None, None, None, p_out, p_den, p_d_out, None, p_d_k, p_d_v,
+            T, segments, chunks, q, k, v, d, S, SUM, STAGES
+        )  # fmt: skip
+    else:
+        _queries_segment(
+            pid - half, p_q, p_k, p_v, p_lengths, p_kv, p_z, None, None, None, p_out, p_den, p_d_out, None, p_d_q,
+            T, segments, chunks, q, k, v, d, S, STAGES
+        )  # fmt: skip
 
 
 def forward(x: LinearInputs, problem: LinearProblem, *, zeroed: bool = True) -> tuple[Tensor | None, ...]:
@@ -879,28 +1034,47 @@ def saved_size(x: LinearInputs, problem: LinearProblem) -> int:
 
 
 class _FusedChunkPlan(CausalPlan):
-    """`one`: no state before or after, and one segment: chunks read what their own program has summed."""
+    """`one`: no state before or after, and no launches for sums: a segment's program sums the keys before, and the
+    queries after it, itself. `large`: the state needs the registers of a whole multiprocessor.
+    """
 
     def __init__(self, device: int, key: Signature, problem: LinearProblem, *, stateless: bool) -> None:
         super().__init__(device, key, problem)
         self.BD, self.BE = padded(self.D), padded(self.E)
         chunks = -(-self.T // CHUNK)
+        by_bucket, scaled = problem.bucket > CHUNK, problem.feature_map == "softmax"
+        self.large, programs = self.BD * self.BE > 64 * 64, _resident_programs(device, self.BD, self.BE)
         # As many segments as fill the device, but none of a single chunk.
-        segments = max(1, min(_resident_programs(device, self.BD, self.BE) // self.heads, chunks // 2))
-        # Two segments gain less than three launches cost, unless each has many keys to go through twice.
-        short = chunks <= SHORT or segments <= (1 if problem.feature_map == "softmax" and chunks > 2 * SHORT else 2)
-        by_bucket = problem.bucket > CHUNK
-        self.one = (problem.bucket >= self.T if by_bucket else short) and stateless and not self.final
-        self.run = problem.bucket // CHUNK if by_bucket else chunks if self.one else -(-chunks // segments)
+        segments = max(1, min(programs // self.heads, chunks // 2))
+        run = problem.bucket // CHUNK if by_bucket else None
+        at_once = self._run_at_once(chunks, segments, programs, run, scaled=scaled)
+        self.one = at_once is not None and stateless and not self.final
+        self.run = (at_once if self.one else run) or -(-chunks // segments)
         self.segments = -(-chunks // self.run)
         self.saved = _saved(device, self.heads, self.BD, self.BE, self.segments if by_bucket else 0)
-        scaled = problem.feature_map == "softmax"
         # What is written: a sequence of one segment has no sums, and pointwise maps no references.
-        self.written = self.saved.buffers[: 4 if not self.one else 2 if scaled else 0]
+        alone = self.one and self.segments == 1
+        self.written = self.saved.buffers[: 4 if not alone else 2 if scaled else 0]
         self.eager = Workspace(self.den_buffer, *self.written)
         full = key[3] is None and self.T % CHUNK == 0
         sizes = self.H, self.Hkv, self.D, self.E, CHUNK, self.BD, self.BE
         self.sizes = FusedChunkSizes(*sizes, problem.feature_map, scaled, full, problem.bucket)
+
+    def _run_at_once(self, chunks: int, segments: int, programs: int, run: int | None, *, scaled: bool) -> int | None:
+        """Return the number of chunks of a segment if one launch computes all of them, None where several are faster.
+
+        segments: how many there are with several launches. programs: how many run at once. run: what a blind spot
+        demands.
+        """
+        # Segments for half of these programs: fewer sum less of the sequence several times.
+        few = run or -(-chunks // min(segments, max(2, programs // 2 // self.heads)))
+        if not self.large and chunks - few <= EXTRA and -(-chunks // few) * self.heads <= max(programs, self.heads):
+            return few
+        if run is None:
+            # Two segments gain less than two launches cost, unless each has many keys to go through twice.
+            short = chunks <= SHORT or segments <= (1 if scaled and chunks > 2 * SHORT else 2)
+            return chunks if short else None
+        return run if run >= chunks else None
 
     def saved_pointers(self, saved: Tensor, den: Tensor | None) -> list[Any]:
         """Return den, scales, references, sums and z, None for what is not written; without den `saved` holds it."""
@@ -910,15 +1084,16 @@ class _FusedChunkPlan(CausalPlan):
             pointers = [*self.addresses(den), *self.pointers(self.saved, saved)[: len(self.written)]]
         return pointers + [None] * (4 - len(self.written))
 
-    def segments_launch(self, kernel: Any, strided: str) -> Launch:
-        """Create a launch of one program per segment. strided: tensors whose strides the kernel takes."""
+    def segments_launch(self, kernel: Any, strided: str, halves: int = 1) -> Launch:
+        """Create a launch of one program per segment, or two. strided: tensors whose strides the kernel takes."""
         constant: dict[str, Any] = {f"STRIDE_{name.upper()}": self.tensors[name][1][1] for name in strided}
         if "q" not in strided:
             constant["H"] = 0
         scalars = self.T, self.segments, self.run, *[Strides.of(self.tensors[name]) for name in strided]
-        warps = 4 if self.BD * self.BE <= 64 * 64 else 8
+        warps = 8 if self.large else 4
         constants = {"S": self.sizes._replace(**constant), "STAGES": STAGES, "num_warps": warps}
-        return self.launch(kernel, (self.heads * self.segments,), scalars, constants)
+        constants["SUM"] = self.one and self.segments > 1
+        return self.launch(kernel, (self.heads * self.segments * halves,), scalars, constants)
 
     def scan_segments(self, *, back: bool) -> Launch:
         sizes = ScanSizes(self.D, self.E, self.BD, self.BE, self.BE, FEATURES, 1, self.BD, "e2", SCALES.value)
@@ -942,12 +1117,10 @@ class _FusedChunkForward(_FusedChunkPlan):
         p_den, scales, references, sums, z = self.saved_pointers(saved, den)
         p_q, p_k, p_v, p_lengths, p_out = self.addresses(q, k, v, lengths, out)
         with on_device(q):
-            if self.one:
-                self.read(p_q, p_k, p_v, p_lengths, None, None, scales, references, p_out, p_den)
-            else:
+            if not self.one:
                 self.sums(p_k, p_v, p_lengths, sums, z, scales)
                 self.scan(sums, z, sums, scales, references, x.kv, x.shift, kv_out, shift_out)
-                self.read(p_q, p_k, p_v, p_lengths, sums, z, scales, references, p_out, p_den)
+            self.read(p_q, p_k, p_v, p_lengths, sums, z, scales, references, p_out, p_den)
         return out, kv_out, shift_out, den, saved
 
 
@@ -955,6 +1128,10 @@ class _FusedChunkBackward(_FusedChunkPlan):
     def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
         super().__init__(device, key, problem, stateless=key[9] is None)
         self.tensors["d"] = key[4]
+        self.both = None
+        if self.one and not self.sizes.SCALED and not self.large:
+            self.both = self.segments_launch(linear_fused_chunk_backward_kernel, "qkvd", 2)
+            return
         X = self.heads * self.segments
         queries = X * self.run * 2 * CHUNK * (self.H // self.Hkv)
         sums = 0 if self.one else X * self.BD
@@ -971,20 +1148,25 @@ class _FusedChunkBackward(_FusedChunkPlan):
         q, k, v, lengths = x.q, x.k, x.v, x.lengths
         d_q, d_k, d_v = new_like(q), new_like(k), new_like(v)
         d_start = None if x.kv is None else x.kv.new_empty(x.kv.shape)
-        work = self.workspace.allocate(q)
         p_den, scales, references, sums, z = self.saved_pointers(saved.starts, saved.den)
-        starts, queries, d_sums, d_z = self.pointers(self.workspace, work)
         inputs = p_q, p_k, _, p_lengths = self.addresses(q, k, v, lengths)
         p_out, p_d, p_d_q, p_d_k, p_d_v = self.addresses(saved.out, saved.d_out, d_q, d_k, d_v)
+        if self.both is not None:
+            with on_device(q):
+                self.both(*inputs, sums, z, p_out, p_den, p_d, p_d_q, p_d_k, p_d_v)
+            return d_q, d_k, d_v, d_start
+        work = self.workspace.allocate(q)
+        starts, queries, d_sums, d_z = self.pointers(self.workspace, work)
         with on_device(q):
-            if self.one:
-                rows, sums, z, d_sums, d_z = (p_out, p_den), None, None, None, None
-            else:
+            rows = p_out, p_den
+            if not self.one:
                 rows = None, None
                 self.sums(p_q, p_k, p_lengths, scales, references, starts, p_out, p_den, p_d, queries, d_sums, d_z)
                 self.scan(d_sums, d_z, d_sums, None, references, saved.d_kv, None, d_start, None)
             self.queries(*inputs, sums, z, scales, references, starts, *rows, p_d, queries, p_d_q)
-            self.keys(*inputs, d_sums, d_z, scales, references, starts, p_d, queries, p_d_k, p_d_v)
+            if self.one:
+                d_sums, d_z = None, None
+            self.keys(*inputs, d_sums, d_z, scales, references, starts, *rows, p_d, queries, p_d_k, p_d_v)
         return d_q, d_k, d_v, d_start
 
 

@@ -197,7 +197,7 @@ def store_sums(p_kv, p_z, i_x, i_m, i_e, i_v, b_kv, b_z, S: tl.constexpr):
 def sums_index(first, sequences, S: tl.constexpr):
     """Tile of features, tile of values, then as `sequence_index`, of a program that sums."""
     TILES: tl.constexpr = S.BE // S.TV
-    i_tile, i_s, i_x, i_n, i_b, i_h = sequence_index(first, sequences, S.BM // S.TM * TILES, S)
+    i_tile, i_s, i_x, i_n, i_b, i_h = sequence_index(tl.program_id(0), first, sequences, S.BM // S.TM * TILES, S)
     return i_tile // TILES, i_tile % TILES, i_s, i_x, i_n, i_b, i_h
 
 
@@ -332,7 +332,7 @@ def linear_tiled_chunk_forward_kernel(
     of each query's largest feature, for softmax.
     """
     GROUP: tl.constexpr = S.H // S.HKV
-    i_g, i_c, i_x, i_n, i_b, i_kv = sequence_index(first, sequences, GROUP, S)
+    i_g, i_c, i_x, i_n, i_b, i_kv = sequence_index(tl.program_id(0), first, sequences, GROUP, S)
     i_h, i_0 = i_kv * GROUP + i_g, i_c * S.C
     left, rows = T - i_0, visible_length(p_lengths, i_b, T) - i_0
     p_q = token_pointer(p_q, q, i_b, i_0, i_h)
@@ -409,7 +409,7 @@ def linear_tiled_chunk_backward_queries_kernel(
     p_delta, p_normalized: (B, H, chunks, C) get Δ and what makes φ(q) to q̂, for the other kernels.
     """
     GROUP: tl.constexpr = S.H // S.HKV
-    i_g, i_c, i_x, i_n, i_b, i_kv = sequence_index(first, sequences, GROUP, S)
+    i_g, i_c, i_x, i_n, i_b, i_kv = sequence_index(tl.program_id(0), first, sequences, GROUP, S)
     i_h, i_0 = i_kv * GROUP + i_g, i_c * S.C
     left, rows = T - i_0, visible_length(p_lengths, i_b, T) - i_0
     p_q, p_k = token_pointer(p_q, q, i_b, i_0, i_h), token_pointer(p_k, k, i_b, i_0, i_kv)
@@ -660,7 +660,7 @@ def linear_tiled_chunk_backward_keys_kernel(
     One program would need too many registers for both; two that run at the same time read the same memory once.
     """
     GROUP: tl.constexpr = S.H // S.HKV
-    i_program, i_c, i_x, i_n, i_b, i_kv = sequence_index(first, sequences, 2, S)
+    i_program, i_c, i_x, i_n, i_b, i_kv = sequence_index(tl.program_id(0), first, sequences, 2, S)
     i_0 = i_c * S.C
     left, rows = T - i_0, visible_length(p_lengths, i_b, T) - i_0
     p_q, p_k = token_pointer(p_q, q, i_b, i_0, i_kv * GROUP), token_pointer(p_k, k, i_b, i_0, i_kv)
