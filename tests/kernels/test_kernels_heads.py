@@ -62,6 +62,7 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     def why(given: torch.Tensor = x, sizes: Any = (2,), turns: Any = angles, scales: Any = weights) -> str | None:
         return why_not_triton(given, scales, sizes, (True,) * len(sizes), turns)
 
+    monkeypatch.setattr(heads, "ENABLED", True)
     assert "CUDA" in str(why())
     assert divide_heads(x, weights, (2,), (True,), angles, 1e-6) is None
     monkeypatch.setattr("longspan.ops.common.dispatch.unavailable", lambda _: None)
