@@ -320,14 +320,14 @@ class Attention(nn.Module):
         When compiled for a GPU; None for options that the kernel does not know.
         """
         mechanism, norms = self.mechanism, (self.q_norm, self.k_norm)
-        if not _compiled_for_gpu(x) or layout.key_mask is not None or layout.packing is not None:
+        if not compiled_for_gpu(x) or layout.key_mask is not None or layout.packing is not None:
             return None
         if self.conv is not None or self.value_embedding is not None or self.shared_kv:
             return None
         heads = self.num_heads, self.num_kv_heads, mechanism.num_heads, mechanism.num_kv_heads
         if len(set(heads)) > 1 or mechanism.value_dim != mechanism.head_dim:
             return None
-        if not all(norm is not None and _is_plain(norm, nn.RMSNorm) for norm in norms):
+        if not all(norm is not None and is_plain(norm, nn.RMSNorm) for norm in norms):
             return None
         q_norm, k_norm = cast("tuple[nn.RMSNorm, nn.RMSNorm]", norms)
         if q_norm.eps is None or q_norm.eps != k_norm.eps:
@@ -615,7 +615,7 @@ class Attention(nn.Module):
         When compiled for a GPU, `joint` layers without a bias are one matrix product, which reads x once.
         """
         names = [name for name in ("to_q", "to_kv", "to_out_gate") if getattr(self, name) is not None]
-        found = self._joint(x, *names) if joint and _compiled_for_gpu(x) else None
+        found = self._joint(x, *names) if joint and compiled_for_gpu(x) else None
         if found is None:
             return lambda name: getattr(self, name)(x)
         widths = [getattr(self, name).out_features for name in names]
@@ -746,16 +746,18 @@ def _norm_heads(norm: nn.Module, x: Tensor) -> Tensor:
     return norm(x) if fused is None else fused
 
 
-def _compiled_for_gpu(x: Tensor) -> bool:
+def compiled_for_gpu(x: Tensor) -> bool:
+    """Whether the call is compiled for a GPU."""
     return x.is_cuda and torch.compiler.is_compiling() and not is_exporting()
 
 
 def _is_plain_linear(layer: nn.Module, kind: type = nn.Linear) -> bool:
     """Whether a linear layer is of this kind and has no hooks, so that its weight can be used in its place."""
-    return kind in (nn.Linear, Float8Linear) and _is_plain(layer, kind)
+    return kind in (nn.Linear, Float8Linear) and is_plain(layer, kind)
 
 
-def _is_plain(layer: nn.Module, kind: type) -> bool:
+def is_plain(layer: nn.Module, kind: type) -> bool:
+    """Whether a layer with a weight is of this class and has no hooks."""
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
     return type(layer) is kind and type(layer.weight) is nn.Parameter and not any(hooks)
 

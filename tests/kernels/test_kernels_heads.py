@@ -104,7 +104,7 @@ def test_compiled_layers(options: dict[str, Any], monkeypatch: pytest.MonkeyPatc
             torch.nn.init.normal_(parameter, 1.0)
     expected = model.loss(tokens)
     grads = torch.autograd.grad(expected, list(model.parameters()))
-    monkeypatch.setattr("longspan.models.layers._compiled_for_gpu", lambda x: torch.compiler.is_compiling())
+    monkeypatch.setattr("longspan.models.layers.compiled_for_gpu", lambda x: torch.compiler.is_compiling())
     monkeypatch.setattr(heads, "why_not_triton", lambda *_: None)
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
