@@ -12,7 +12,13 @@ from torch import Tensor
 from longspan.ops.residual_norm import _ResidualNorm, residual_norm_torch
 
 # B, T, dim, and whether tokens are shifted.
-CASES = [(2, 37, 24, True), (3, 5, 66, False), (2, 1, 10, True), (1, 9, 514, True), (2, 3, 1536, True)]
+CASES: list[tuple[int, int, int, bool]] = [
+    (2, 37, 24, True),
+    (3, 5, 66, False),
+    (2, 1, 10, True),
+    (1, 9, 514, True),
+    (2, 3, 1536, True),
+]
 EPSILON = 1e-6
 
 

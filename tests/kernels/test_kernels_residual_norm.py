@@ -31,6 +31,17 @@ def test_programs_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @interpreted
+def test_the_first_token_has_none_before_it() -> None:
+    """Its shifted half is zero, even if it is not finite itself."""
+    x = torch.ones(2, 3, 8)
+    x[:, 0] = torch.nan
+    normed = _ResidualNorm.traced(x, x, torch.ones(8), EPSILON, True)[1]
+    assert not normed[:, 0, 4:].any()
+    assert normed[:, 1, 4:].isnan().all()
+    assert normed[:, 2].isfinite().all()
+
+
+@interpreted
 def test_a_proper_operator() -> None:
     x, y, weight, *_ = inputs(CASES[0], torch.float32, "cpu")
     leaves = [a.detach().requires_grad_() for a in (x, y, weight)]

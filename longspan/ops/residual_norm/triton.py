@@ -65,7 +65,7 @@ def _shifted(i_row, T, N, W: tl.constexpr):
     """Where the features of tokens i_row are after the shift: offsets (BT, BD), and their mask."""
     i_d = tl.arange(0, W.BD)[None, :]
     m_x = (i_row < N)[:, None] & (i_d < W.D)
-    later = i_d >= W.OWN
+    later = tl.where(i_d < W.OWN, 0, 1)
     m_there = m_x & ((i_row % T < T - 1)[:, None] | (i_d < W.OWN))
     return (i_row.to(tl.int64)[:, None] + later) * W.D + i_d, m_there
 
@@ -101,7 +101,7 @@ def residual_norm_forward_kernel(p_x, p_y, p_w, p_total, p_normed, N, T, epsilon
         # The first token of a sequence has none before it.
         m_first = ((i_row % T == 0) & (i_row < N))[:, None] & ((i_d >= W.OWN) & (i_d < W.D))[None, :]
         p_first = p_normed + i_row.to(tl.int64)[:, None] * W.D + i_d[None, :]
-        tl.store(p_first, (b_s * 0.0).to(p_normed.dtype.element_ty), mask=m_first)
+        tl.store(p_first, tl.full((W.BT, W.BD), 0, p_normed.dtype.element_ty), mask=m_first)
 
 
 @triton.jit(do_not_specialize=["N", "T", "PARTS", "epsilon"])
