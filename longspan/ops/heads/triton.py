@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan.ops.common.launch import Plan, Signature, new_like, on_device
-from longspan.ops.common.tiles import padded
+from longspan.ops.common.tiles import padded, zeros
 from longspan.ops.heads import TOKENS, num_parts
 
 # All heads, those of the first part, half of their dimension, padded, tokens per tile, and which parts are rotated.
@@ -199,8 +199,8 @@ def _gradients(
     """Every PARTS-th tile of the head at p_x, the i_h-th of the OUT heads of its part, and its part of dw."""
     D: tl.constexpr = 2 * W.HALF
     K: tl.constexpr = W.H * D
-    b_q_a, b_q_b = tl.zeros([W.BH], tl.float32), tl.zeros([W.BH], tl.float32)
-    b_k_a, b_k_b = tl.zeros([W.BH], tl.float32), tl.zeros([W.BH], tl.float32)
+    b_q_a, b_q_b = zeros(W.BH), zeros(W.BH)
+    b_k_a, b_k_b = zeros(W.BH), zeros(W.BH)
     p_d_q, p_d_k, p_d_v = p_d_q + i_h * D, p_d_k + i_h * D, p_d_v + i_h * D
     i_d = tl.arange(0, W.BH)
     for i_0 in range(tl.program_id(1) * W.BT, N, PARTS * W.BT):

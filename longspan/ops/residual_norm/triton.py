@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan.ops.common.launch import Plan, Signature, new_like, on_device
-from longspan.ops.common.tiles import padded
+from longspan.ops.common.tiles import padded, zeros
 from longspan.ops.residual_norm import num_parts, tokens_per_tile
 
 # Features, padded, those that are not shifted, and tokens per tile.
@@ -101,7 +101,7 @@ def residual_norm_forward_kernel(p_x, p_y, p_w, p_total, p_normed, N, T, epsilon
         # The first token of a sequence has none before it.
         m_first = ((i_row % T == 0) & (i_row < N))[:, None] & ((i_d >= W.OWN) & (i_d < W.D))[None, :]
         p_first = p_normed + i_row.to(tl.int64)[:, None] * W.D + i_d[None, :]
-        tl.store(p_first, tl.full((W.BT, W.BD), 0, p_normed.dtype.element_ty), mask=m_first)
+        tl.store(p_first, zeros(W.BT, W.BD).to(p_normed.dtype.element_ty), mask=m_first)
 
 
 @triton.jit(do_not_specialize=["N", "T", "PARTS", "epsilon"])
@@ -111,7 +111,7 @@ def residual_norm_backward_kernel(
     """Every PARTS-th tile."""
     i_d = tl.arange(0, W.BD)
     b_w = tl.load(p_w + i_d, mask=i_d < W.D, other=0.0).to(tl.float32)[None, :]
-    b_d_w = tl.zeros([W.BT, W.BD], tl.float32)
+    b_d_w = zeros(W.BT, W.BD)
     for i_0 in range(tl.program_id(0) * W.BT, N, PARTS * W.BT):
         i_row = i_0 + tl.arange(0, W.BT)
         i_there, m_there = _shifted(i_row, T, N, W)
