@@ -319,23 +319,12 @@ class Attention(nn.Module):
 
         When compiled for a GPU; None for options that the kernel does not know.
         """
-        mechanism, norms = self.mechanism, (self.q_norm, self.k_norm)
-        if not compiled_for_gpu(x) or layout.key_mask is not None or layout.packing is not None:
-            return None
-        if self.conv is not None or self.value_embedding is not None or self.shared_kv:
-            return None
-        heads = self.num_heads, self.num_kv_heads, mechanism.num_heads, mechanism.num_kv_heads
-        if len(set(heads)) > 1 or mechanism.value_dim != mechanism.head_dim:
-            return None
-        if not all(norm is not None and is_plain(norm, nn.RMSNorm) for norm in norms):
-            return None
-        q_norm, k_norm = cast("tuple[nn.RMSNorm, nn.RMSNorm]", norms)
-        if q_norm.eps is None or q_norm.eps != k_norm.eps:
-            return None
-        product = self._joint(x, "to_q", "to_kv")
+        product = None
+        if compiled_for_gpu(x) and layout.key_mask is None and layout.packing is None and self._has_plain_heads:
+            product = self._joint(x, "to_q", "to_kv")
         if product is None:
             return None
-        parts, sizes = [mechanism], [mechanism.num_heads]
+        mechanism, parts, sizes = self.mechanism, [self.mechanism], [self.mechanism.num_heads]
         if isinstance(mechanism, SplitAttention):
             parts, sizes = cast("list[Mechanism]", list(mechanism.parts)), mechanism.sizes
         rotary = [r if isinstance(r, Rotary) else None for r in self.rotary] or [None]
@@ -345,7 +334,9 @@ class Attention(nn.Module):
         if any(r is not None and r.interleaved for r in rotary) or (kinds and (cached is None or len(cached[0]) > 1)):
             return None
         angles = None if cached is None else (cached[0][0], cached[1][0])
-        turned, weights = tuple(r is not None for r in rotary), (q_norm.weight, k_norm.weight)
+        q_norm, k_norm = cast("tuple[nn.RMSNorm, nn.RMSNorm]", (self.q_norm, self.k_norm))
+        weights, turned = (q_norm.weight, k_norm.weight), tuple(r is not None for r in rotary)
+        assert q_norm.eps is not None
         found = divide_heads(product, weights, tuple(sizes), turned, angles, q_norm.eps)
         if found is None:
             return None
@@ -356,6 +347,17 @@ class Attention(nn.Module):
             given = columns[..., : part.num_gates] if columns is not None and part.num_gates else None
             outs.append(part(q, k, v, gates=given, causal=self.causal))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+
+    @property
+    def _has_plain_heads(self) -> bool:
+        """Whether queries, keys and values are alike, and between their projection and rotation are RMS norms alone."""
+        mechanism, norms = self.mechanism, (self.q_norm, self.k_norm)
+        heads = {self.num_heads, self.num_kv_heads, mechanism.num_heads, mechanism.num_kv_heads}
+        alike = len(heads) == 1 and mechanism.value_dim == mechanism.head_dim and not self.shared_kv
+        if not alike or self.conv is not None or self.value_embedding is not None:
+            return False
+        normed = all(norm is not None and is_plain(norm, nn.RMSNorm) and norm.eps is not None for norm in norms)
+        return normed and len({norm.eps for norm in norms if norm is not None}) == 1
 
     def _attend_layer(self, x: Tensor, source: Tensor, key_mask: Tensor | None) -> Tensor | None:
         """Return the output if the mechanism computes the whole layer at once; see `Mechanism.attend_layer`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from longspan import AttentionConfig, LanguageModel, ModelConfig
 from longspan.ops import heads
+from longspan.ops.common import dispatch
 from longspan.ops.heads import _DivideHeads, divide_heads, divide_heads_torch, why_not_triton
 
 
@@ -85,6 +87,14 @@ LAYERS: list[dict[str, Any]] = [
 ]
 
 
+def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile as for a GPU, with these kernels and no others."""
+    names = {name: getattr(dispatch, name) for name in ("recording", "DTYPES", "LARGEST")}
+    monkeypatch.setattr(heads, "ENABLED", True)
+    monkeypatch.setattr(heads, "dispatch", SimpleNamespace(unavailable=lambda _: None, **names))
+    monkeypatch.setattr("longspan.models.layers.compiled_for_gpu", lambda x: torch.compiler.is_compiling())
+
+
 @interpreted
 @pytest.mark.parametrize("options", LAYERS, ids=lambda options: str(options["mechanism"]))
 def test_compiled_layers(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,8 +114,7 @@ def test_compiled_layers(options: dict[str, Any], monkeypatch: pytest.MonkeyPatc
             torch.nn.init.normal_(parameter, 1.0)
     expected = model.loss(tokens)
     grads = torch.autograd.grad(expected, list(model.parameters()))
-    monkeypatch.setattr("longspan.models.layers.compiled_for_gpu", lambda x: torch.compiler.is_compiling())
-    monkeypatch.setattr(heads, "why_not_triton", lambda *_: None)
+    pretend(monkeypatch)
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
     loss = torch.compile(model.loss, fullgraph=True, backend=graphs)(tokens)
@@ -113,3 +122,32 @@ def test_compiled_layers(options: dict[str, Any], monkeypatch: pytest.MonkeyPatc
     for got, want in zip(torch.autograd.grad(loss, list(model.parameters())), grads, strict=True):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-3)
     assert sum("divide_heads" in str(node.target) for node in graphs.graphs[0].graph.nodes) == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"conv_size": 3},
+        {"rotary": "interleaved"},
+        {"rotary": "halves", "rotary_dim": 4},
+        {"qk_norm": False},
+        {"qkv_bias": True},
+        {"num_kv_heads": 1},
+        {"num_qk_heads": 1},
+        {"value_embedding": True},
+    ],
+    ids=str,
+)
+def test_layers_that_the_kernel_does_not_know(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = AttentionConfig(
+        **{"num_heads": 2, "mechanism": "softmax", "qk_norm": True, "rotary": "halves", **options}
+    )
+    model = LanguageModel(ModelConfig(dim=16, depth=1, causal=True, vocab_size=13, attention=attention))
+    tokens = torch.randint(13, (2, 11))
+    expected = model(tokens)
+    pretend(monkeypatch)
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    out = torch.compile(model, fullgraph=True, backend=graphs)(tokens)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
+    assert not any("divide_heads" in str(node.target) for node in graphs.graphs[0].graph.nodes)
