@@ -14,8 +14,6 @@ from longspan.models.layers import Attention, FeedForward
 
 # The quintic of Jordan et al. (2024), steepest at zero: singular values come out between 0.7 and 1.2.
 _COEFFICIENTS, _ITERATIONS, _EPSILON = (3.4445, -4.7750, 2.0315), 5, 1e-7
-# Whether AdamW, which is limited by the memory, runs beside Muon, whose products are small.
-OVERLAP = False
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -39,7 +37,6 @@ class MuonAdamW(torch.optim.Optimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "momentum": momentum, "weight_decay": 0.0, "muon": False}
         super().__init__(groups, defaults)
-        self._side: torch.cuda.Stream | None = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -50,26 +47,12 @@ class MuonAdamW(torch.optim.Optimizer):
                 loss = closure()
         trained = [(g, [p for p in g["params"] if p.grad is not None]) for g in self.param_groups]
         trained = [(group, parameters) for group, parameters in trained if parameters]
-        directions = [self._directions(group, parameters) for group, parameters in trained if group["muon"]]
-        device = trained[0][1][0].device if trained else torch.device("cpu")
-        main = torch.cuda.current_stream(device) if OVERLAP and directions and device.type == "cuda" else None
-        side = None if main is None else self._side_stream(main)
-        with torch.cuda.stream(side):  # Nothing changes if it is None.
-            for group, parameters in trained:
-                if not group["muon"]:
-                    self._step_adamw(group, parameters)
         for group, parameters in trained:
             if group["muon"]:
-                self._step_matrices(group, parameters, directions.pop(0))
-        if main is not None and side is not None:
-            main.wait_stream(side)
+                self._step_matrices(group, parameters)
+            else:
+                self._step_adamw(group, parameters)
         return loss
-
-    def _side_stream(self, main: torch.cuda.Stream) -> torch.cuda.Stream:
-        """Return a stream that begins after the work of `main` so far."""
-        self._side = self._side or torch.cuda.Stream(main.device)
-        self._side.wait_stream(main)
-        return self._side
 
     def _step_adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         for parameter in parameters:
@@ -103,7 +86,8 @@ class MuonAdamW(torch.optim.Optimizer):
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
         return list(torch._foreach_lerp(gradients, buffers, group["momentum"]))
 
-    def _step_matrices(self, group: dict[str, Any], parameters: list[Tensor], directions: list[Tensor]) -> None:
+    def _step_matrices(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        directions = self._directions(group, parameters)
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(parameters, _orthogonal_steps(directions), alpha=-group["lr"])
 
