@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from svg_style import COLORS, STYLE, figure_to_svg
 
 from longspan import build_mechanism
-from longspan.bench import jsonl, sweep_report
+from longspan.bench import jsonl, sweep_report, tables
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -218,6 +218,30 @@ def causal_sweep(file: str) -> Data:
     return {title: cells for title, cells in found.items() if title.endswith(", causal")}
 
 
+def training_curves(file: str) -> Data:
+    """Minutes of training, millions of tokens and held-out bits per byte of each run, along its curve."""
+    found: Data = {}
+    for row in jsonl.read(RESULTS / f"{file}.jsonl"):
+        if row["status"] == "ok":
+            tokens, seconds, bits = zip(*row["held_out_curve"], strict=True)
+            minutes = [round(x / 60, 3) for x in seconds]
+            found[f"{row['candidate']}, seed {row['seed']}"] = [minutes, [x / 1e6 for x in tokens], list(bits)]
+    return found
+
+
+def draw_curves(data: Data, figure: Figure) -> None:
+    """Bits per byte over minutes and over tokens, with a line for each run."""
+    figure.set_size_inches(6.4, 3)
+    left, right = figure.subplots(1, 2, sharey=True)
+    for i, (name, (minutes, tokens, bits)) in enumerate(data.items()):
+        for axes, along in ((left, minutes), (right, tokens)):
+            axes.plot(along, bits, "o-", markersize=3, label=name, color=COLORS[i])
+    left.set(xlabel="minutes of training", ylabel="bits per byte, held out")
+    right.set(xlabel="million tokens")
+    if len(data) > 1:
+        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
+
+
 H200 = ("PyTorch SDPA", "linear, softmax map", "performer, 256 features")
 CPU = ("linear, softmax map", "performer, 256 features", "local, 256 keys", "linformer, rank 256")
 TIME = "ns per token and head"
@@ -234,6 +258,8 @@ PLOTS: dict[str, tuple[Callable[[], Data], Callable[[Data, Figure], None]]] = {
     "sweep-cpu": (lambda: causal_sweep("cpu-sweep"), sweep_report.draw_panels),
     "sweep-h200": (lambda: causal_sweep("h200-sweep"), sweep_report.draw_panels),
 }
+if (RESULTS / f"{tables.BASE}.jsonl").exists():
+    PLOTS[tables.BASE_FIGURE] = lambda: training_curves(tables.BASE), draw_curves
 
 
 def main() -> None:

@@ -57,6 +57,7 @@ RECIPES: dict[str, Settings] = {
     "logit-softcap": {"model.logit_softcap": 15.0},
     "fast": {"muon_lr": 1e-2},
     "lr-high": {"lr": 4e-3},
+    "embedding-high": {"embedding_lr": 6e-3},
     "embedding-fast": {"embedding_lr": 1.2e-2},
     "stable-decay": {"decay_ratio": 0.6},
     "warmup-100": {"warmup": 100},

@@ -20,6 +20,7 @@ from longspan.bench.subjects.peers import SDPA
 from longspan.utils import choose
 
 RESULTS = Path("benchmarks/results")
+BASE, BASE_FIGURE = "h200-base", "train-base-h200"  # the results of a longer run, and the figure of its curve
 _DOCUMENTS = "README.md", "docs/benchmarks.md", "docs/linearize.md", "docs/serving.md", "docs/mechanisms/performer.md"
 DOCUMENTS = tuple(map(Path, _DOCUMENTS))
 Row = dict[str, Any]
@@ -83,6 +84,22 @@ def _compile_modes(results: Path) -> str:
         f"A training step of {_batch(first)} tokens with the model `{first['name']}` reads {graphs / 1e6:.2f} M "
         f"tokens/s with `torch.compile` in mode `reduce-overhead`, {' and '.join(others)}, measured with longspan "
         f"{content['versions']['longspan']}."
+    )
+
+
+def _base_run(results: Path) -> str:
+    """What the preset `base` learned, with its curve; nothing without results."""
+    path = results / f"{BASE}.jsonl"
+    found = [row for row in quality.read_results(path) if row["status"] == "ok"] if path.exists() else []
+    if not found:
+        return ""
+    first = found[0]
+    scores = " and ".join(f"{row['bits_per_byte']:.3f}" for row in found)
+    return (
+        f"The preset `base`, {first['parameters'] / 1e6:.0f} M parameters with a context of {first['context']:,}, in "
+        f"{first['seconds'] / 60:g} minutes of one H200: {first['tokens'] / 1e6:.0f} M tokens in {first['steps']:,} "
+        f"steps, {first['tokens_per_second'] / 1e6:.2f} M tokens/s, {scores} bits per byte on the held-out text.\n\n"
+        f"![Held-out bits per byte of the preset base over minutes and over tokens](figures/{BASE_FIGURE}.svg)"
     )
 
 
@@ -321,7 +338,7 @@ _JSONL: dict[str, tuple[Callable[[Path], list[Row]], Callable[[list[Row]], TextT
 _STREAMS = {"serve-streams": "cpu-serve-streams", "h200-serve-streams": "h200-serve", "serve-int8": "cpu-serve-int8"}
 _STREAMS |= {"serve-speculation": "cpu-serve-speculation", "serve-int8-two-threads": "cpu-serve-int8-two-threads"}
 TABLES = ("full-attention", "ratios", *_COLUMNS, *_JSONL, *_STREAMS, "linearize-stages")
-SENTENCES: dict[str, Callable[[Path], str]] = {"compile": _compile_modes}
+SENTENCES: dict[str, Callable[[Path], str]] = {"compile": _compile_modes, "base": _base_run}
 
 
 if __name__ == "__main__":

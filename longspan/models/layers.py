@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from longspan.layout import Packing, PaddedSpan, TokenLayout, length_buckets, repack
 from longspan.mechanisms import build_mechanism, find_mechanism
+from longspan.mechanisms.split import SplitAttention
 from longspan.models.config import AttentionConfig, FeedForwardConfig
 from longspan.models.positions import Rotary
 from longspan.ops.common.autograd import recompute
@@ -29,6 +30,7 @@ from longspan.ops.decode import (
     module_function,
 )
 from longspan.ops.float8 import Float8Linear, float8_linear
+from longspan.ops.heads import divide_heads
 from longspan.ops.rms_norm import rms_norm_heads
 from longspan.protocol import Mechanism, State, StateOptions
 
@@ -304,10 +306,58 @@ class Attention(nn.Module):
             q, (k, v, gates) = self.project_queries(x, layout), self._project_keys(source, None)
             out = self._mix(q, k, v, gates, key_mask=key_mask, packing=packing, key_packing=source_layout.packing)
             return self.project_output(x, out)
+        out = self._attend_parts(x, layout)
+        if out is not None:
+            return self.project_output(x, out)
         linear = self._linear(x)
         q, k, v, gates, _ = self._project(linear, x, layout, None)
         out = self._mix(q, k, v, gates, key_mask=key_mask, packing=packing, key_packing=None)
         return self._project_output(linear, out)
+
+    def _attend_parts(self, x: Tensor, layout: TokenLayout) -> Tensor | None:
+        """Return the mechanism's output for x (B, T, dim), if a kernel prepares the heads of its parts in one pass.
+
+        When compiled for a GPU; None for options that the kernel does not know.
+        """
+        product = None
+        if compiled_for_gpu(x) and layout.key_mask is None and layout.packing is None and self._has_plain_heads:
+            product = self._joint(x, "to_q", "to_kv")
+        if product is None:
+            return None
+        mechanism, parts, sizes = self.mechanism, [self.mechanism], [self.mechanism.num_heads]
+        if isinstance(mechanism, SplitAttention):
+            parts, sizes = cast("list[Mechanism]", list(mechanism.parts)), mechanism.sizes
+        rotary = [r if isinstance(r, Rotary) else None for r in self.rotary] or [None]
+        rotary = rotary * len(parts) if len(rotary) == 1 else rotary
+        kinds = {r.kind for r in rotary if r is not None}
+        cached = layout.rotary.get(next(iter(kinds))) if len(kinds) == 1 else None
+        if any(r is not None and r.interleaved for r in rotary) or (kinds and (cached is None or len(cached[0]) > 1)):
+            return None
+        angles = None if cached is None else (cached[0][0], cached[1][0])
+        q_norm, k_norm = cast("tuple[nn.RMSNorm, nn.RMSNorm]", (self.q_norm, self.k_norm))
+        weights, turned = (q_norm.weight, k_norm.weight), tuple(r is not None for r in rotary)
+        assert q_norm.eps is not None
+        found = divide_heads(product, weights, tuple(sizes), turned, angles, q_norm.eps)
+        if found is None:
+            return None
+        gates = self._project_gates(x)
+        own = [None] * len(parts) if gates is None else gates.split_with_sizes(sizes, 2)
+        outs = []
+        for part, (q, k, v), columns in zip(parts, found, own, strict=True):
+            given = columns[..., : part.num_gates] if columns is not None and part.num_gates else None
+            outs.append(part(q, k, v, gates=given, causal=self.causal))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+
+    @property
+    def _has_plain_heads(self) -> bool:
+        """Whether queries, keys and values are alike, and between their projection and rotation are RMS norms alone."""
+        mechanism, norms = self.mechanism, (self.q_norm, self.k_norm)
+        heads = {self.num_heads, self.num_kv_heads, mechanism.num_heads, mechanism.num_kv_heads}
+        alike = len(heads) == 1 and mechanism.value_dim == mechanism.head_dim and not self.shared_kv
+        if not alike or self.conv is not None or self.value_embedding is not None:
+            return False
+        normed = all(norm is not None and is_plain(norm, nn.RMSNorm) and norm.eps is not None for norm in norms)
+        return normed and len({norm.eps for norm in norms if norm is not None}) == 1
 
     def _attend_layer(self, x: Tensor, source: Tensor, key_mask: Tensor | None) -> Tensor | None:
         """Return the output if the mechanism computes the whole layer at once; see `Mechanism.attend_layer`."""
@@ -566,17 +616,21 @@ class Attention(nn.Module):
 
         When compiled for a GPU, `joint` layers without a bias are one matrix product, which reads x once.
         """
-        if not joint or not _compiled_for_gpu(x):
-            return lambda name: getattr(self, name)(x)
-        kind = type(self.to_q)
         names = [name for name in ("to_q", "to_kv", "to_out_gate") if getattr(self, name) is not None]
-        layers = [getattr(self, name) for name in names]
-        if not all(_is_plain_linear(layer, kind) and layer.bias is None for layer in layers):
+        found = self._joint(x, *names) if joint and compiled_for_gpu(x) else None
+        if found is None:
             return lambda name: getattr(self, name)(x)
-        product = float8_linear if kind is Float8Linear and self.training else F.linear
-        found = product(x, torch.cat([layer.weight for layer in layers]))
-        outputs = dict(zip(names, found.split([layer.out_features for layer in layers], 2), strict=True))
+        widths = [getattr(self, name).out_features for name in names]
+        outputs = dict(zip(names, found.split(widths, 2), strict=True))
         return lambda name: outputs[name] if name in outputs else getattr(self, name)(x)
+
+    def _joint(self, x: Tensor, *names: str) -> Tensor | None:
+        """Return the outputs of linear layers side by side, as one product; None if they are not plain, or biased."""
+        kind, layers = type(self.to_q), [getattr(self, name) for name in names]
+        if not all(_is_plain_linear(layer, kind) and layer.bias is None for layer in layers):
+            return None
+        product = float8_linear if kind is Float8Linear and self.training else F.linear
+        return product(x, torch.cat([layer.weight for layer in layers]))
 
     def _project(
         self, linear: Callable[[str], Tensor], x: Tensor, layout: TokenLayout, recent: Tensor | None
@@ -694,15 +748,20 @@ def _norm_heads(norm: nn.Module, x: Tensor) -> Tensor:
     return norm(x) if fused is None else fused
 
 
-def _compiled_for_gpu(x: Tensor) -> bool:
+def compiled_for_gpu(x: Tensor) -> bool:
+    """Whether the call is compiled for a GPU."""
     return x.is_cuda and torch.compiler.is_compiling() and not is_exporting()
 
 
 def _is_plain_linear(layer: nn.Module, kind: type = nn.Linear) -> bool:
-    """Whether a layer is of this kind and has no hooks, so that its weight can be used in its place."""
+    """Whether a linear layer is of this kind and has no hooks, so that its weight can be used in its place."""
+    return kind in (nn.Linear, Float8Linear) and is_plain(layer, kind)
+
+
+def is_plain(layer: nn.Module, kind: type) -> bool:
+    """Whether a layer with a weight is of this class and has no hooks."""
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
-    known = type(layer) is kind and kind in (nn.Linear, Float8Linear)
-    return known and type(layer.weight) is nn.Parameter and not any(hooks)
+    return type(layer) is kind and type(layer.weight) is nn.Parameter and not any(hooks)
 
 
 def head_shape(dim: int, config: AttentionConfig) -> tuple[int, int, int]:

@@ -29,6 +29,8 @@ from longspan.models.layers import (
     CenteredNorm,
     FeedForward,
     ResidualFunction,
+    compiled_for_gpu,
+    is_plain,
     latest_tokens,
     merge_latest,
     shift_function,
@@ -36,6 +38,7 @@ from longspan.models.layers import (
     shift_tokens,
 )
 from longspan.models.positions import with_rotary
+from longspan.ops import residual_norm as fused_norm
 from longspan.ops.common.autograd import once_differentiable, recompute
 from longspan.ops.common.torch_private import forward_ad_level, functorch_active
 from longspan.ops.decode import CurrentToken, RotaryCache, TokenShift, module_function, why_not_triton
@@ -157,6 +160,12 @@ class ResidualBranch(nn.Module):
     ) -> Tensor:
         """Compute f(x), to be merged with x by `merge`."""
         x = self._shift(self._normalize(x, layout), layout, None)
+        return self.apply_layer(x, layout, context, context_layout)
+
+    def apply_layer(
+        self, x: Tensor, layout: TokenLayout, context: Tensor | None, context_layout: TokenLayout | None
+    ) -> Tensor:
+        """Compute the layer of x, normalized and shifted."""
         if not isinstance(self.layer, Attention):
             return self.layer(x)
         if self.stride > 1 and x.shape[1] > 0:
@@ -236,6 +245,16 @@ class ResidualBranch(nn.Module):
         x = x if self.resample is None else self.resample(x)
         total = x + y if self.residual or self.resample is not None else y
         return total if self.norm is None or self.norm_position == "pre" else self.norm(total)
+
+    def add_and_normalize(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return x + y, and that normalized and shifted, where one kernel computes both; no token is hidden."""
+        norm, shift = self.norm, self.token_shift
+        if not self.is_pre_norm or norm is None or not is_plain(norm, nn.RMSNorm):
+            return None
+        assert isinstance(norm, nn.RMSNorm)
+        if norm.eps is None or fused_norm.why_not_triton(x, y, self.dim, shift) is not None:
+            return None
+        return fused_norm.residual_norm(x, y, norm.weight, norm.eps, bool(shift))
 
     def new_state(self, batch_size: int, **options: Unpack[StateOptions]) -> BranchState:
         """Return an empty state for `batch_size` sequences; see `Mechanism.new_state`."""
@@ -431,6 +450,9 @@ class Stack(nn.Module):
         if self.execution == "reverse" and torch.is_grad_enabled():
             return self._combine(run_reversible(self._branches(), x, layout, context, context_layout))
 
+        if compiled_for_gpu(x) and self.execution == "keep" and self.topology == "single":
+            return self._run_fused(x, layout, context, context_layout)
+
         def apply(i: int, x: Tensor) -> Tensor:
             branch = self._branches()[i]
             if self.execution == "keep" or not torch.is_grad_enabled():
@@ -547,6 +569,24 @@ class Stack(nn.Module):
         branches = tuple(branch.new_state(batch_size, **options) for branch in self._branches())
         first = branches[0]
         return StackState(first.length, branches, start=first.start)
+
+    def _run_fused(
+        self, x: Tensor, layout: TokenLayout, context: Tensor | None, context_layout: TokenLayout | None
+    ) -> Tensor:
+        """Run x through every branch; where a kernel can, it adds a branch and normalizes the sum for the next."""
+        first, *others = self._branches()
+        whole = layout.key_mask is None and layout.packing is None and layout.shard is None
+        last, y = first, first(x, layout, context, context_layout)
+        for branch in others:
+            found = branch.add_and_normalize(x, y) if whole and last.is_pre_norm else None
+            if found is None:
+                x = last.merge(x, y)
+                y = branch(x, layout, context, context_layout)
+            else:
+                x, normed = found
+                y = branch.apply_layer(normed, layout, context, context_layout)
+            last = branch
+        return last.merge(x, y)
 
     def _run(self, x: Tensor, apply: Callable[[int, Tensor], Tensor]) -> Tensor:
         branches = self._branches()

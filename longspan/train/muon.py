@@ -45,12 +45,13 @@ class MuonAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+        trained = [(g, [p for p in g["params"] if p.grad is not None]) for g in self.param_groups]
+        trained = [(group, parameters) for group, parameters in trained if parameters]
+        for group, parameters in trained:
             if group["muon"]:
-                self._step_matrices(group, trained)
-            elif trained:
-                self._step_adamw(group, trained)
+                self._step_matrices(group, parameters)
+            else:
+                self._step_adamw(group, parameters)
         return loss
 
     def _step_adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
@@ -75,16 +76,20 @@ class MuonAdamW(torch.optim.Optimizer):
             fused=True,
         )
 
-    def _step_matrices(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def _directions(self, group: dict[str, Any], parameters: list[Tensor]) -> list[Tensor]:
+        """Update the momentum and return what is to be orthogonalized."""
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
-        steps = _orthogonal_steps(torch._foreach_lerp(gradients, buffers, group["momentum"]))
+        return list(torch._foreach_lerp(gradients, buffers, group["momentum"]))
+
+    def _step_matrices(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        directions = self._directions(group, parameters)
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(parameters, steps, alpha=-group["lr"])
+        torch._foreach_add_(parameters, _orthogonal_steps(directions), alpha=-group["lr"])
 
 
 def _orthogonal_steps(directions: Sequence[Tensor]) -> list[Tensor]:
@@ -92,12 +97,20 @@ def _orthogonal_steps(directions: Sequence[Tensor]) -> list[Tensor]:
     steps: dict[int, Tensor] = {}
     by_shape: dict[Any, list[int]] = {}
     for i, direction in enumerate(directions):
-        by_shape.setdefault((direction.shape, direction.device), []).append(i)
-    for (shape, _), members in by_shape.items():
-        whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in (directions[i] for i in members)]
-        found = orthogonalize(torch.stack(whole)).to(whole[0].dtype) * (0.2 * max(shape) ** 0.5)
-        steps |= dict(zip(members, found.unbind(), strict=True))
+        by_shape.setdefault((*sorted(direction.shape), direction.device), []).append(i)
+    for (_, longest, _), members in by_shape.items():
+        wide, tall = ([i for i in members if _is_tall(directions[i]) == tall] for tall in (False, True))
+        whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in (directions[i] for i in (*wide, *tall))]
+        found = orthogonalize(torch.stack([x.mT if _is_tall(x) else x for x in whole]))
+        for part, own in ((found[: len(wide)], wide), (found[len(wide) :].mT, tall)):
+            # Contiguous as the parameters are: otherwise each of them would be updated by a kernel of its own.
+            scaled = part.to(whole[0].dtype, memory_format=torch.contiguous_format).mul_(0.2 * longest**0.5)
+            steps |= dict(zip(own, scaled.unbind(), strict=True))
     return [_sharded_as(steps[i], direction) for i, direction in enumerate(directions)]
+
+
+def _is_tall(matrix: Tensor) -> bool:
+    return matrix.shape[0] > matrix.shape[1]
 
 
 def _sharded_as(x: Tensor, other: Tensor) -> Tensor:

@@ -47,8 +47,9 @@ PRESETS = {
     ),
     "base": Preset(
         _model(768, 12, 12, **_GATED_OUTPUT) | _MODEL_RECIPE,
-        {"context": 8192, "batch_size": 8, "steps": 20_000, "lr": 1e-3, "warmup": 500, "eval_tokens": 1_048_576}
-        | {"muon_lr": 4e-3}
+        # Rates of `small`, higher for steps of twice the tokens and lower for the width.
+        {"context": 8192, "batch_size": 8, "steps": 20_000, "lr": 1.5e-3, "warmup": 300, "eval_tokens": 1_048_576}
+        | {"muon_lr": 5e-3}
         | _TRAIN_RECIPE,
     ),
 }

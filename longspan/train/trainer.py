@@ -57,6 +57,30 @@ _SAMPLED_AT_ONCE = 64  # tokens between two checks for signals
 BAD_BATCH = "bad-batch.pt"
 
 
+class HostCopy:
+    """A number of the device on its way to the host.
+
+    `float(x)` copies after all work in the queue, and so waits for the steps that were launched since; this waits for
+    the work that was launched before.
+
+    Args:
+        x: A tensor of one number.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.copied = x.to("cpu", non_blocking=x.is_cuda)
+        self.done = None
+        if x.is_cuda:
+            self.done = torch.cuda.Event()
+            self.done.record(torch.cuda.current_stream(x.device))
+
+    def value(self) -> float:
+        """Wait for the copy and return the number."""
+        if self.done is not None:
+            self.done.synchronize()
+        return float(self.copied)
+
+
 class Trainer:
     """Builds the data, model and optimizer of a run, or restores them from its checkpoint, and trains the model.
 
@@ -114,7 +138,7 @@ class Trainer:
         self._unlogged: list[float] = []  # losses since the last record
         self._last_record = (0.0, 0)  # its seconds and tokens
         self._recent: deque[float] = deque(maxlen=_BASELINE_LOSSES + _LATEST_LOSSES)
-        self._pending: tuple[int, Tensor] | None = None  # step and loss still on the device
+        self._pending: tuple[int, HostCopy] | None = None  # a step whose loss has not been read
         self._states: list[StackState | None] = [None] * config.accumulate  # carried state of each micro-batch
         # Batches of the latest steps, of which one is saved if the loss diverges.
         self._batches: deque[tuple[int, list[Batch]]] = deque(maxlen=_LATEST_LOSSES + 1)
@@ -322,8 +346,9 @@ class Trainer:
             total = self.accelerator.reduce(total) / self.objective.ranks_per_batch
         self.step += 1
         self.tokens += len(batches) * self.shape.batch_size * self.shape.processes * self.config.context
+        pending = self.step, HostCopy(total / num_targets)
         self.read_loss()
-        self._pending = self.step, total / num_targets
+        self._pending = pending
         if self.device.type != "cuda":  # On a GPU, reading this loss now would wait for the step to finish.
             self.read_loss()
         self._between_steps = True
@@ -375,11 +400,10 @@ class Trainer:
     def read_loss(self) -> None:
         """Wait for the loss of the last step and check it."""
         if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self._observe(*pending)
+            (step, loss), self._pending = self._pending, None
+            self._observe(step, loss.value())
 
-    def _observe(self, step: int, loss: Tensor) -> None:
-        value = float(loss)
+    def _observe(self, step: int, value: float) -> None:
         if not math.isfinite(value):
             raise self._bad_batch(step, f"the loss of step {step} is {value}")
         self._unlogged.append(value)

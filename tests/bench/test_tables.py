@@ -80,6 +80,20 @@ def test_the_sentence_on_compilation_is_that_of_its_results(tmp_path: Path) -> N
         fill("<!-- sentence: compil -->\n<!-- end -->", tmp_path)
 
 
+def test_the_sentence_on_a_longer_run_is_that_of_its_results(tmp_path: Path) -> None:
+    region = "<!-- sentence: base -->\n{}\n<!-- end -->"
+    assert fill(region.format("old"), tmp_path) == region.format("")  # not measured
+    row = {"candidate": "local+linear-gated", "context": 8192, "seed": 0, "seconds": 600, "status": "ok"}
+    row |= {"bits_per_byte": 1.2345, "parameters": 168_000_000, "tokens": 400_000_000, "steps": 6103}
+    failed = {**row, "seed": 1, "status": "error"}
+    lines = [json.dumps(x) for x in (failed, {**row, "tokens_per_second": 666_667})]
+    (tmp_path / "h200-base.jsonl").write_text("\n".join(lines) + "\n")
+    text = fill(region.format("old"), tmp_path)
+    assert "168 M parameters with a context of 8,192, in 10 minutes of one H200" in text
+    assert "400 M tokens in 6,103 steps, 0.67 M tokens/s, 1.234 bits per byte" in text
+    assert "(figures/train-base-h200.svg)" in text
+
+
 def test_markdown_is_aligned() -> None:
     table = TextTable(["", "ms"], [["linear", "1.25"], ["SDPA", "12.5 (10.0×)"]])
     assert table.markdown() == (

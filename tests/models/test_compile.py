@@ -478,7 +478,7 @@ def test_a_gated_hybrid_with_convolutions_compiles() -> None:
 )
 def test_projections_are_one_product(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a GPU: the same outputs and gradients from one product of x where layers have no bias."""
-    monkeypatch.setattr("longspan.models.layers._compiled_for_gpu", lambda x: torch.compiler.is_compiling())
+    monkeypatch.setattr("longspan.models.layers.compiled_for_gpu", lambda x: torch.compiler.is_compiling())
     attention = AttentionConfig(num_heads=2, mechanism="softmax", **options)
     config = ModelConfig(dim=10, depth=1, causal=True, vocab_size=13, attention=attention, ngrams=(2, 3))
     model, tokens = LanguageModel(config).double(), torch.randint(13, (2, T))

@@ -142,6 +142,22 @@ def test_figures_show_what_the_code_and_the_results_say(name):
         assert found == pytest.approx(values, abs=2e-3), told
 
 
+def test_curves_of_training(tmp_path, monkeypatch):
+    curve = [[1e6, 60.0, 1.5], [2e6, 120.0, 1.25]]
+    row = {"candidate": "linear", "seed": 0, "status": "ok", "held_out_curve": curve}
+    lines = [json.dumps(x) for x in (row, {**row, "seed": 1}, {**row, "seed": 2, "status": "error"})]
+    (tmp_path / "run.jsonl").write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    data = figures.training_curves("run")
+    one = [[1.0, 2.0], [1.0, 2.0], [1.5, 1.25]]
+    assert data == {"linear, seed 0": one, "linear, seed 1": one}
+    figure = figures.Figure()
+    figures.draw_curves(data, figure)
+    left, right = figure.axes
+    assert [line.get_ydata().tolist() for line in left.lines] == [[1.5, 1.25]] * 2
+    assert right.get_xlabel() == "million tokens"
+
+
 def test_figures_are_readable_in_light_and_dark_and_load_nothing():
     assert {path.stem for path in figures.FIGURES.glob("*.svg")} == set(figures.PLOTS)
     for path in figures.FIGURES.glob("*.svg"):

@@ -17,7 +17,7 @@ from training import arguments, curve, longspan, metrics, ranks, trained, write_
 from longspan import AttentionConfig, LanguageModel, ModelConfig
 from longspan.train.config import TrainConfig, resolve
 from longspan.train.loggers import RunLogger
-from longspan.train.muon import MuonAdamW, layer_matrices, orthogonalize
+from longspan.train.muon import MuonAdamW, _orthogonal_steps, layer_matrices, orthogonalize
 from longspan.train.setup import batches_per_step, learning_rate, make_accelerator, make_optimizer
 from longspan.train.trainer import Trainer
 
@@ -67,6 +67,17 @@ def test_orthogonal_factors() -> None:
         u, _, v = torch.linalg.svd(matrices, full_matrices=False)
         assert torch.cosine_similarity((u @ v).flatten(1), found.float().flatten(1)).min() > 0.97
     assert not orthogonalize(torch.zeros(1, 3, 5)).any()
+
+
+def test_steps_of_tall_matrices() -> None:
+    """With the wide ones of the same sizes, and contiguous, so that one kernel adds all of them."""
+    directions = [torch.randn(shape) for shape in ((31, 17), (17, 31), (17, 17), (31, 17))]
+    found = _orthogonal_steps(directions)
+    for step, direction in zip(found, directions, strict=True):
+        assert step.shape == direction.shape
+        assert step.is_contiguous()
+        (alone,) = _orthogonal_steps([direction.mT])
+        torch.testing.assert_close(step, alone.mT, atol=0.02, rtol=0)
 
 
 def test_muon_takes_the_steps_of_pytorch() -> None:
