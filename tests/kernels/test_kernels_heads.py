@@ -64,7 +64,6 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     def why(given: torch.Tensor = x, sizes: Any = (2,), turns: Any = angles, scales: Any = weights) -> str | None:
         return why_not_triton(given, scales, sizes, (True,) * len(sizes), turns)
 
-    monkeypatch.setattr(heads, "ENABLED", True)
     assert "CUDA" in str(why())
     assert divide_heads(x, weights, (2,), (True,), angles, 1e-6) is None
     monkeypatch.setattr("longspan.ops.common.dispatch.unavailable", lambda _: None)
@@ -90,7 +89,6 @@ LAYERS: list[dict[str, Any]] = [
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile as for a GPU, with these kernels and no others."""
     names = {name: getattr(dispatch, name) for name in ("recording", "DTYPES", "LARGEST")}
-    monkeypatch.setattr(heads, "ENABLED", True)
     monkeypatch.setattr(heads, "dispatch", SimpleNamespace(unavailable=lambda _: None, **names))
     monkeypatch.setattr("longspan.models.layers.compiled_for_gpu", lambda x: torch.compiler.is_compiling())
 

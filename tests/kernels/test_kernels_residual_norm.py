@@ -83,7 +83,6 @@ def test_compiled_models(shift: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 
 def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1, 4, 8)
-    monkeypatch.setattr(residual_norm, "ENABLED", True)
     assert "CUDA" in str(why_not_triton(x, x, 8, ()))
     monkeypatch.setattr("longspan.ops.common.dispatch.unavailable", lambda _: None)
     assert why_not_triton(x, x, 8, (0, 1)) is None

@@ -24,7 +24,6 @@ from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
 
 Heads = tuple[Tensor, Tensor, Tensor]  # q, k and v of a part
-ENABLED = False
 TOKENS = 32  # of a tile
 PARTS = 128  # programs of a head in the backward pass, at most
 
@@ -101,8 +100,6 @@ def why_not_triton(
     cos_sin: tuple[Tensor, Tensor] | None,
 ) -> str | None:
     """Return why no kernel supports the arguments of `divide_heads`; None if one does."""
-    if not ENABLED:
-        return "switched off"
     if (why := dispatch.unavailable(x)) is not None:
         return why
     D = weights[0].numel()

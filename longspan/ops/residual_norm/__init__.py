@@ -22,7 +22,6 @@ from torch.nn import functional as F
 from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
 
-ENABLED = False
 LARGEST = 4096  # features
 PARTS = 512  # programs of the backward pass, at most
 ELEMENTS = 2048  # of a tile
@@ -68,8 +67,6 @@ def residual_norm_torch(x: Tensor, y: Tensor, weight: Tensor, epsilon: float, sh
 
 def why_not_triton(x: Tensor, y: Tensor, dim: int, shift: tuple[int, ...]) -> str | None:
     """Return why no kernel adds and normalizes these tensors, with these offsets of tokens; None if one does."""
-    if not ENABLED:
-        return "switched off"
     if (why := dispatch.unavailable(x)) is not None:
         return why
     if x.dtype != y.dtype or x.dtype not in dispatch.DTYPES:
