@@ -77,6 +77,9 @@ class Spy:
     def saved_size(self, *args: Any) -> int:
         return 0
 
+    def takes(self, *args: Any) -> bool:
+        return False
+
     def forward(self, *args: Any, **options: Any) -> Any:
         self.reached.append(self.name)
         assert self.fake is not None
