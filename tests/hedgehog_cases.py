@@ -9,7 +9,14 @@ from torch import Tensor
 from longspan.ops.hedgehog import _Hedgehog, hedgehog_features, kernels, why_unsupported
 
 # B, T, H, D, F.
-SIZES = [(2, 37, 3, 5, 7), (1, 1, 2, 16, 16), (3, 65, 1, 64, 64), (1, 33, 2, 70, 100)]
+SIZES = [
+    (2, 37, 3, 5, 7),
+    (1, 1, 2, 16, 16),
+    (3, 65, 1, 64, 64),
+    (1, 33, 2, 70, 100),
+    (2, 65, 2, 160, 160),
+    (1, 70, 1, 256, 256),
+]
 
 
 def inputs(size: tuple[int, ...], dtype: torch.dtype, device: str, scale: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [*SIZES, (4, 1031, 9, 64, 64), (1, 517, 2, 128, 128)], ids=str)
+@pytest.mark.parametrize("size", [*SIZES, (4, 1031, 9, 64, 64), (1, 517, 2, 128, 128), (2, 1031, 3, 256, 256)], ids=str)
 def test_kernels(size: tuple[int, ...], dtype: torch.dtype) -> None:
     check(size, dtype, "cuda")
 
@@ -27,14 +27,24 @@ def test_the_op(call: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("name", "causal"), [("mixture", True), ("linear", True), ("linear", False)])
-def test_mechanisms(name: str, causal: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "causal", "head_dim"),
+    [
+        ("mixture", True, 64),
+        ("mixture", False, 64),
+        ("mixture", True, 192),
+        ("mixture", False, 256),
+        ("linear", True, 64),
+        ("linear", False, 64),
+    ],
+)
+def test_mechanisms(name: str, causal: bool, head_dim: int, dtype: torch.dtype) -> None:
     """Results and gradients on the GPU are near those of float64 on the CPU."""
     torch.manual_seed(0)
     options = {"window": 64} if name == "mixture" else {"feature_map": "hedgehog"}
-    mechanism = build_mechanism(name, 6, 64, num_kv_heads=2, **options)
-    q, k, v = (torch.randn(2, 517, heads, 64).to(dtype) for heads in (6, 2, 2))
-    d_out = torch.randn(2, 517, 6, 64).to(dtype)
+    mechanism = build_mechanism(name, 6, head_dim, num_kv_heads=2, **options)
+    q, k, v = (torch.randn(2, 517, heads, head_dim).to(dtype) for heads in (6, 2, 2))
+    d_out = torch.randn(2, 517, 6, head_dim).to(dtype)
     results = {}
     for device, kind in (("cpu", torch.float64), ("cpu", dtype), ("cuda", dtype)):
         leaves = [x.to(device, kind).requires_grad_() for x in (q, k, v)]

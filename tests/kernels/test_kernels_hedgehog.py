@@ -74,5 +74,5 @@ def test_reasons() -> None:
     assert "float64" in str(why_unsupported(x.double(), weight))
     assert "64 × 64 at most" in str(why_unsupported(x, torch.zeros(2, 65, 8)))
     assert why_unsupported(x.bfloat16(), torch.zeros(2, 65, 8)) is None
-    assert "128 × 128 at most" in str(why_unsupported(x.half(), torch.zeros(2, 129, 8)))
+    assert "256 × 256 at most" in str(why_unsupported(x.half(), torch.zeros(2, 257, 8)))
     assert "empty" in str(why_unsupported(x[:, :0], weight))

@@ -36,7 +36,7 @@ def backward(d_log_decay: Tensor, d_beta: Tensor, x: GateInputs, options: GateOp
     """Return the gradients of gates, A_log and bias; empty tensors for those that were not given."""
     gates, visible, d_beta = dense_rows(x.gates), _bytes(x.visible), d_beta.contiguous()
     d_log_decay = dense_rows(d_log_decay) if d_log_decay.ndim == 4 else d_log_decay
-    plan = _GateBackward.of((gates, x.A_log, x.bias, visible, d_log_decay), options)
+    plan = _GateBackward.of((gates, x.A_log, x.bias, visible, d_log_decay, d_beta), options)
     d_gates = gates.new_empty(gates.shape)
     d_A_log, d_bias = (gates.new_empty(shape, dtype=torch.float32) for shape in plan.sums)
     with on_device(gates):
@@ -54,14 +54,15 @@ class _GatePlan(Plan):
 
     def __init__(self, device: int, key: Signature, options: GateOptions) -> None:
         super().__init__(device)
-        gates, _, bias, _, *d = key
+        gates, _, bias, _, *rest = key
         assert gates is not None
         (self.B, self.T, self.H, G), channels = gates[0], 0 if bias is None else bias[0][1]
         self.channels, BD = channels, padded(max(channels, 1), 1)
         first = 1 if options.write == "sigmoid" else 0
         tokens = max(1, min(256, self.elements // BD))
         self.sizes = GateTiles(self.H, G, channels, BD, first, tokens, options.decay, options.write)
-        self.strides = Strides.of(gates), *(Strides.of(x) if channels else Strides(0, 0, 0) for x in d if x is not None)
+        d = [x for x in rest[:1] if x is not None]  # the gradient of log α
+        self.strides = Strides.of(gates), *(Strides.of(x) if channels else Strides(0, 0, 0) for x in d)
         self.strength = options.strength
 
     def gate_launch(self, kernel: object, tokens: int) -> None:

@@ -99,7 +99,7 @@ def why_unsupported(x: Tensor, weight: Tensor) -> str | None:
     """Return a reason if the kernels do not support these arguments on any device."""
     if x.dtype not in dispatch.DTYPES:
         return f"x is {x.dtype}; the kernels take bfloat16, float16 and float32"
-    largest = 64 if x.dtype == float32 else 128
+    largest = 64 if x.dtype == float32 else dispatch.LARGEST
     if max(weight.shape[1:]) > largest:
         return (
             f"W is {weight.shape[1]} × {weight.shape[2]}; the kernels take {largest} × {largest} at most in {x.dtype}"

@@ -63,14 +63,14 @@ def backward(saved: CausalSaved, x: CausalInputs) -> tuple[Tensor, ...]:
     """Return the gradients of all inputs."""
     e, f = x.e, x.f
     x, d_out = _dense(x), dense_rows(saved.d_out)
-    plan = _CausalBackward.of((*x, d_out), e.shape[2], len(e) == 1)
+    d_ends = dense(saved.d_end_k), dense(saved.d_end_v)
+    plan = _CausalBackward.of((*x, d_out, *d_ends), e.shape[2], len(e) == 1)
     q = x.q
     weights = tuple(q.new_empty(plan.weights_shape) for _ in range(2))
     *d_states, a = (q.new_empty(shape) for shape in plan.states)
     b, d_e_pairs = torch.empty_like(a), torch.empty_like(a)
     d_q, d_k, d_v = new_like(q), new_like(x.k), new_like(x.v)
     d_tables = tuple(q.new_empty(plan.table_shape, dtype=torch.float32) for _ in range(2))
-    d_ends = dense(saved.d_end_k), dense(saved.d_end_v)
     with on_device(q):
         given = tuple(x[:5]), saved.keys, saved.values, saved.out, saved.lse, d_out
         plan.queries(*given, *weights, a, b, d_e_pairs, d_q)
