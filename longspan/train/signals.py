@@ -86,24 +86,18 @@ class SignalHandler:
         """Raise InterruptedWorkError inside the block as soon as a signal arrives."""
         self._interrupts = True
         try:
-            self.check()
+            if self.received:
+                raise InterruptedWorkError
             yield
         finally:
             self._interrupts = False
-
-    def check(self) -> None:
-        """Raise InterruptedWorkError inside `interrupting` if a signal arrived.
-
-        Long loops call this: what a signal handler raises is lost where Python ignores exceptions, as in finalizers.
-        """
-        if self._interrupts and self.received:
-            raise InterruptedWorkError
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received:
             raise KeyboardInterrupt
         self.received = number
-        self.check()
+        if self._interrupts:
+            raise InterruptedWorkError
 
 
 def out_of_memory_message(error: BaseException, train: TrainConfig) -> str:

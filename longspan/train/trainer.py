@@ -19,7 +19,7 @@ from torch import Tensor
 
 from longspan.distributed.checkpoint import AsyncSaver, load_sharded
 from longspan.distributed.mesh import Mesh, shard_weights
-from longspan.generation.generate import stream
+from longspan.generation.generate import generate
 from longspan.generation.sampling import Sampling
 from longspan.generation.tokenization import TextCodec
 from longspan.models.checkpoint import LAST, committed_folder, describe, find_checkpoint, previous_folder
@@ -53,7 +53,6 @@ from longspan.utils import write_atomically
 WARMUP_STEPS = 3  # steps in which torch.compile compiles, runs eagerly once and captures CUDA graphs
 # Divergence compares the mean of the latest losses with that of the losses before them.
 _BASELINE_LOSSES, _LATEST_LOSSES = 50, 10
-_SAMPLED_AT_ONCE = 64  # tokens between two checks for signals
 BAD_BATCH = "bad-batch.pt"
 
 
@@ -508,13 +507,9 @@ class Trainer:
             segments = self.store.held_out if len(self.store.held_out) else self.store.train
             start = int(segments.start[0])
             prompt = self.store.tokens[start : start + min(64, int(segments.length[0]))].tolist()
-        number, sampling = self.config.sample_tokens, Sampling(temperature=0.8, top_p=0.95)
-        steps = stream(model, prompt, number, sampling=sampling, seed=self.config.seed)
-        sampled: list[int] = []
-        while len(sampled) < number:
-            self.signals.check()
-            sampled += [token for (token,) in steps.take(_SAMPLED_AT_ONCE)[0]]
-        return {"prompt": self._codec.decode(prompt), "text": self._codec.decode(sampled)}
+        sampling = Sampling(temperature=0.8, top_p=0.95)
+        generated = generate(model, prompt, self.config.sample_tokens, sampling=sampling, seed=self.config.seed)
+        return {"prompt": self._codec.decode(prompt), "text": self._codec.decode(generated.tokens[0])}
 
     def _save_if_changed(self) -> None:
         if self._saved_at != (self.step, self._score.get("step")):

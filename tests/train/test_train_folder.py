@@ -433,26 +433,6 @@ def test_a_signal_in_the_final_evaluation_loses_nothing(corpus: Path, finished: 
     assert len((run / "samples.jsonl").read_text().splitlines()) == 1
 
 
-LOSING = """
-import contextlib
-from longspan.train.signals import InterruptedWorkError, SignalHandler
-handle = SignalHandler._handle
-def losing(self, number, frame):
-    with contextlib.suppress(InterruptedWorkError):
-        handle(self, number, frame)
-SignalHandler._handle = losing
-"""
-
-
-def test_a_signal_whose_exception_is_lost_ends_the_sample(corpus: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    command = Command(arguments(corpus, run, steps=2, warmup=0, sample_tokens=10**6), tmp_path / "log", before=LOSING)
-    while command.alive and not any("eval_loss" in record for record in read_records(run / "metrics.jsonl")):
-        time.sleep(0.01)
-    command.kill(signal.SIGTERM)
-    assert command.wait().status == 128 + signal.SIGTERM
-
-
 CLOSED = """
 import os
 from longspan.train.trainer import Trainer
