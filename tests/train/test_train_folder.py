@@ -416,10 +416,14 @@ def test_only_finite_weights_are_saved_and_a_lower_rate_resumes(corpus: Path, tm
 # Stops.
 
 
+# Under nohup, as in `nohup make test`, processes ignore SIGHUP.
+HANDLED = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
+
+
 def test_a_signal_in_the_final_evaluation_loses_nothing(corpus: Path, finished: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = {"save_every": 1000, "eval_every": 1000, "sample_tokens": 10**6}
-    command = Command(arguments(corpus, run, **settings), tmp_path / "log")
+    command = Command(arguments(corpus, run, **settings), tmp_path / "log", before=HANDLED)
     while command.alive and not any("eval_loss" in record for record in read_records(run / "metrics.jsonl")):
         time.sleep(0.01)
     assert saved_step(run / LAST) == 12
