@@ -27,8 +27,8 @@ from longspan.ops.window.torch import BLIND
 
 __all__ = ["BLIND", "feature_attention", "why_not_triton"]
 
-# Tokens in a chunk; the largest number of features; the most values in float16, whose sums in float32 take more memory.
-CHUNK, MOST_FEATURES, LARGEST_FLOAT16 = 64, 1024, 128
+# Tokens in a chunk; the largest number of features.
+CHUNK, MOST_FEATURES = 64, 1024
 
 
 class FeatureInputs(NamedTuple):
@@ -102,12 +102,10 @@ def why_not_triton(q: Tensor, v: Tensor, num_features: int) -> str | None:
     if why is None and (num_features > MOST_FEATURES or v.shape[3] > dispatch.LARGEST):
         sizes = f"{num_features} features and {v.shape[3]} values"
         why = f"{sizes}; the kernels take up to {MOST_FEATURES} and {dispatch.LARGEST}"
-    if why is None and v.dtype == float16 and v.shape[3] > LARGEST_FLOAT16:
-        why = f"{v.shape[3]} values in float16; the kernels take up to {LARGEST_FLOAT16}"
     if why is None and not (q.numel() and v.numel()):
         why = "an empty tensor"
-    if why is None and (v.shape[3] > 128 or (v.dtype == float16 and v.shape[3] > 64)):
-        why = dispatch.insufficient_shared_memory(q, 184 if v.shape[3] > 128 else 160)
+    if why is None and v.shape[3] > 128:
+        why = dispatch.insufficient_shared_memory(q, 163)
     if dispatch.recording is not None:
         dispatch.record("causal linear attention with given features", "features", why)
     return why

@@ -20,7 +20,7 @@ from longspan.ops.features import BLIND, CHUNK, FeatureInputs, FeatureProblem, F
 _BLIND = tl.constexpr(BLIND)
 # Programs that compute sums, at least; sequences are divided into segments to have as many.
 PROGRAMS = 128
-# Pipeline stages and warps of each kernel: for up to 128 values, and for more of them.
+# Pipeline stages and warps of each kernel: for up to 128 values, for more of them, and for those in float32.
 TILINGS = {
     "narrow": {
         "sums": {"STAGES": 3, "num_warps": 4},
@@ -35,6 +35,13 @@ TILINGS = {
         "queries": {"STAGES": 1, "num_warps": 4},
         "values": {"STAGES": 2, "num_warps": 4},
         "keys": {"STAGES": 2, "num_warps": 4},
+    },
+    "wide, float32": {
+        "sums": {"STAGES": 3, "num_warps": 4},
+        "read": {"STAGES": 2, "num_warps": 8},
+        "queries": {"STAGES": 1, "num_warps": 8},
+        "values": {"STAGES": 2, "num_warps": 8},
+        "keys": {"STAGES": 1, "num_warps": 8},
     },
 }
 
@@ -101,7 +108,8 @@ class _FeaturePlan(Plan):
         self.B, self.tokens, self.back = B, self.T - problem.delay, back
         self.chunks = -(-self.tokens // CHUNK)
         self.strides = tuple(Strides.of(x) for x in key[:3] if x is not None)
-        self.tilings = TILINGS["wide" if self.S.BE > 128 else "narrow"]
+        wide = "wide" if v[2] == torch.bfloat16 else "wide, float32"
+        self.tilings = TILINGS[wide if self.S.BE > 128 else "narrow"]
         tiles = self.S.BM * self.S.SE // 64**2
         self.segments = min(-(-PROGRAMS // (tiles * B * Hkv)), -(-self.chunks // 8))
         self.run = -(-self.chunks // self.segments)
