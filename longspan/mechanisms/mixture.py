@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -31,13 +29,10 @@ from longspan.ops.decode import (
 )
 from longspan.ops.features import feature_attention
 from longspan.ops.gated import gated_linear
-from longspan.ops.hedgehog import why_not_triton as why_not_hedgehog
 from longspan.ops.linear import Sums, accumulate, attend_sums, causal_linear, sum_dtype
 from longspan.ops.linear.torch import safe_divide
 from longspan.ops.merge import merge_attention
-from longspan.ops.merge.mixture import MixtureInputs, mixture_attention
-from longspan.ops.window import BLIND, Window, window_attention_with_lse, window_attention_with_lse2
-from longspan.ops.window import why_not_triton as why_not_window
+from longspan.ops.window import BLIND, Window, window_attention_with_lse
 from longspan.protocol import Mechanism, Rotation, State
 
 HEDGEHOG = {"mechanism": "linear", "feature_map": "hedgehog"}
@@ -166,13 +161,9 @@ class MixtureAttention(Mechanism):
         return MixtureState.empty(batch_size, start, like.device, parts=(local, memory), mechanism=self)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
-        tokens = Tokens(k, v, gates, key_mask)
-        if q.shape[1] > self.window and (features := self._memory_features(q, tokens)) is not None:
-            reads = [feature_attention(*features, delay=self.window, reverse=later)[:2] for later in (False, True)]
-            return self._join_kernels(q, k, v, key_mask, reads, causal=False)
         parts = [self._attend_window(q, k, v, key_mask, causal=False)]
         if q.shape[1] > self.window:
-            parts.append(self._attend_memory(q, tokens))
+            parts.append(self._attend_memory(q, Tokens(k, v, gates, key_mask)))
             flipped = Tokens(*(None if x is None else x.flip(1) for x in (k, v, gates, key_mask)))  # type: ignore[arg-type]
             parts.append(tuple(x.flip(1) for x in self._attend_memory(q.flip(1), flipped)))  # type: ignore[arg-type]
         return _join(parts).to(q.dtype)
@@ -180,18 +171,14 @@ class MixtureAttention(Mechanism):
     def _attend_causal(
         self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> Tensor:
+        window = self._attend_window(q, k, v, None, causal=True)
         if q.shape[1] <= self.window:
-            return self._attend_window(q, k, v, None, causal=True)[0].to(q.dtype)
-        if self._in_one_call(q, k, v):
-            return self._attend_in_one_call(q, k, v)
-        # Keys beyond a row's end are seen by queries beyond it alone.
-        features = self._memory_features(q, Tokens(k, v, gates, None))
-        if features is not None:
-            read = feature_attention(*features, delay=self.window)[:2]
-            return self._join_kernels(q, k, v, None, [read], causal=True)
+            return window[0].to(q.dtype)
         visible = None if lengths is None else torch.arange(q.shape[1], device=q.device) < lengths[:, None]
         tokens = Tokens(k, v, gates, visible)
-        window = self._attend_window(q, k, v, None, causal=True)
+        found = self._read_features(q, tokens, None, self.window)
+        if found is not None:
+            return self._merge(q, window, found[:2])
         return _join([window, self._attend_memory(q, tokens)]).to(q.dtype)
 
     def _extend(
@@ -204,20 +191,18 @@ class MixtureAttention(Mechanism):
         joined = None if gates is None or held.gates is None else torch.cat([held.gates.to(gates.dtype), gates], 1)
         slot = torch.arange(W + T, device=q.device)
         visible = slot >= W - state.length[:, None]
+        window = self._attend_window(q, keys, values, visible, causal=True)
         number = T if lengths is None else lengths[:, None]
         leaving = Tokens(
             keys[:, :T], values[:, :T], None if joined is None else joined[:, :T], (visible & (slot < number))[:, :T]
         )
-        features = self._memory_features(q, leaving) if isinstance(memory, LinearState) else None
-        if features is None:
-            window = self._attend_window(q, keys, values, visible, causal=True)
+        found = self._read_features(q, leaving, memory, 0)
+        if found is None:
             read, score, memory = self._scan(memory, q, leaving, remembers=state.length > W)
             out = _join([window, (read, score)]).to(q.dtype)
         else:
             assert isinstance(memory, LinearState)
-            read, mass, kv, z = feature_attention(*features, memory.kv, memory.z)
-            out = self._join_kernels(q, keys, values, visible, [(read, mass)], causal=True)
-            memory = replace(memory, kv=kv, z=z)
+            out, memory = self._merge(q, window, found[:2]), replace(memory, kv=found[2], z=found[3])
         return out, self._updated(state, self._write_local(local, k, v, gates, lengths), memory, T, lengths)
 
     def _write(
@@ -348,14 +333,15 @@ class MixtureAttention(Mechanism):
     def _attend_window(
         self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        return window_attention_with_lse(q, k, v, self._window(causal), key_mask=visible, scale=self._scale)
-
-    def _window(self, causal: bool) -> Window:
-        return Window(0, self.window - 1, 0 if causal else self.window - 1, causal, False)
+        window = Window(0, self.window - 1, 0 if causal else self.window - 1, causal, False)
+        return window_attention_with_lse(q, k, v, window, key_mask=visible, scale=self._scale)
 
     def _attend_memory(self, q: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Return what each query (B, T > W, H, D) reads of the tokens before its window, and its score."""
         T, W = q.shape[1], self.window
+        found = self._read_features(q, tokens, None, W)
+        if found is not None:
+            return self._scored(q, *found[:2])
         memory = self.memory.new_state(len(q), device=q.device, dtype=q.dtype)
         leaving = Tokens(*(None if x is None else x[:, : T - W] for x in tokens))  # type: ignore[arg-type]
         read, score, _ = self._scan(memory, q[:, W:], leaving, remembers=None)
@@ -381,10 +367,14 @@ class MixtureAttention(Mechanism):
             narrow = _kernel_dtype(q)
             query = self.memory._query(q.to(narrow))
             f, _, v = self.memory._keys(k, v, visible, narrow)
-            out, mass, kv, z = _attend_parts(query, f, v, memory, dispatch.LARGEST if q.is_cuda else sys.maxsize)
-            out, mass = out.to(dtype), mass.to(dtype)
-            read = safe_divide(out, mass[..., None])
-            memory = replace(memory, kv=kv, z=z)
+            # A last column of ones, whose result is the normalizer.
+            before = Sums(torch.cat([memory.kv, memory.z[..., None]], -1), memory.z, memory.shift)
+            v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+            out, sums = causal_linear(query, f, v, sums=before, normalize=False)
+            out = out.to(dtype)
+            mass = out[..., -1]
+            read = safe_divide(out[..., :-1], mass[..., None])
+            memory = replace(memory, kv=sums.kv[..., :-1], z=sums.kv[..., -1], shift=sums.shift)
             return *self._with_sink(q, read, score + _log(mass), mass <= 0), memory
         seen = torch.ones_like(k[:, :, 0, 0], dtype=torch.bool) if visible is None else visible
         seen = seen.cumsum(1) > 0
@@ -392,67 +382,42 @@ class MixtureAttention(Mechanism):
         out, memory = self._write_gated(memory, q, tokens)
         return *self._with_sink(q, self._normalized(out.to(dtype)), score, ~seen[:, :, None]), memory
 
-    def _memory_features(self, q: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return features of queries and keys, and values, for the kernels of a linear memory; None without kernels.
+    def _read_features(
+        self, q: Tensor, tokens: Tokens, memory: State | None, delay: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """Read a linear memory after every token by the kernels, or return None where they do not apply.
 
         Args:
             q: The queries, as many as tokens.
             tokens: The tokens that are remembered.
+            memory: The memory before them; None is empty.
+            delay: Tokens up to its own that a query does not see.
+
+        Returns:
+            What each query reads (B, T, H, E), the logarithm of its normalizer (B, T, H), and the sums after all.
         """
-        if not isinstance(self.memory, LinearAttention) or not self.memory.feature_map.positive:
+        if not isinstance(self.memory, LinearAttention) or not isinstance(memory, LinearState | None):
             return None
-        if feature_kernels.why_not_triton(q, tokens.v, self.memory.num_features) is not None:
+        phi = self.memory.feature_map
+        if not phi.positive or feature_kernels.why_not_triton(q, tokens.v, self.memory.num_features) is not None:
             return None
         f, _, v = self.memory._keys(tokens.k, tokens.v, tokens.visible, q.dtype)
-        return self.memory._query(q), f, v
+        start = (None, None) if memory is None else (memory.kv, memory.z)
+        read, mass, kv, z = feature_attention(self.memory._query(q), f, v, *start, delay=delay)
+        return read, mass.transpose(1, 2), kv, z
 
-    def _join_kernels(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        visible: Tensor | None,
-        reads: list[tuple[Tensor, Tensor]],
-        *,
-        causal: bool,
-    ) -> Tensor:
-        """Join a window and what one or two linear memories return: (B, T, H, E), and the log normalizer (B, H, T)."""
-        if why_not_window(q, k, v) is not None or merge_kernels.why_not_triton(q, v) is not None:
-            window = self._attend_window(q, k, v, visible, causal=causal)
-            return _join([window, *(self._scored(q, *read) for read in reads)]).to(q.dtype)
-        window = window_attention_with_lse2(q, k, v, self._window(causal), key_mask=visible, scale=self._scale)
-        weight, bias, value = self._learned()
-        later = reads[1] if len(reads) > 1 else (None, None)
-        return merge_attention(*window, *reads[0], q, weight, bias, value, *later)
-
-    def _in_one_call(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether nothing traces the call, and kernels compute all parts of it."""
-        if not isinstance(self.memory, LinearAttention) or not isinstance(self.memory.feature_map, Hedgehog):
-            return False
-        if dispatch.recording is not None or not dispatch.eager_untraced(q):
-            return False
-        phi, num_features = self.memory.feature_map, self.memory.num_features
-        weights = (q, phi.query_weight), (k, phi.key_weight)
-        reasons = (feature_kernels.why_not_triton(q, v, num_features), why_not_window(q, k, v))
-        return not any((*reasons, *(why_not_hedgehog(*x) for x in weights), merge_kernels.why_not_triton(q, v)))
-
-    def _attend_in_one_call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        assert isinstance(self.memory, LinearAttention)
-        phi = self.memory.feature_map
-        assert isinstance(phi, Hedgehog)
-        x = MixtureInputs(q, k, v, phi.query_weight, phi.key_weight, *self._learned())
-        return mixture_attention(x, self.window, self._scale)
-
-    def _learned(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return vectors and biases of the learned scores and the value of the sink, for `merge_attention`."""
-        weight, bias = self.mix_weight[None], self.mix_bias[None]
-        if not self.sink:
-            return weight, bias, None
-        return torch.stack([weight[0], self.sink_weight]), torch.stack([bias[0], self.sink_bias]), self.sink_value
+    def _merge(self, q: Tensor, window: tuple[Tensor, Tensor], read: tuple[Tensor, Tensor]) -> Tensor:
+        """Join a window and what a linear memory returns."""
+        if merge_kernels.why_not_triton(q, window[0]) is not None:
+            return _join([window, self._scored(q, *read)]).to(q.dtype)
+        weight, bias, value = self.mix_weight[None], self.mix_bias[None], None
+        if self.sink:
+            weight, bias = torch.cat([weight, self.sink_weight[None]]), torch.cat([bias, self.sink_bias[None]])
+            value = self.sink_value
+        return merge_attention(*window, *read, q, weight, bias, value)
 
     def _scored(self, q: Tensor, read: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a linear memory returns, and its score, for the logarithm of its normalizer (B, H, T)."""
-        mass = mass.transpose(1, 2)
+        """Return what a linear memory returns, and its score, for the logarithm of its normalizer (B, T, H)."""
         hidden = mass == BLIND
         score = self._score(q, self.mix_weight, self.mix_bias) + mass.masked_fill(hidden, 0)
         return self._with_sink(q, read.to(sum_dtype(q)), score, hidden)
@@ -542,39 +507,6 @@ def _join(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Return the mean of outputs (B, T, H, E), weighted by exp of their scores (B, T, H); zero if all are `BLIND`."""
     weights = torch.stack([score for _, score in parts]).softmax(0)
     return (weights[..., None] * torch.stack([out for out, _ in parts])).sum(0)
-
-
-def _attend_parts(
-    query: Tensor, f: Tensor, v: Tensor, memory: LinearState, largest: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Causal linear attention without a normalizer, and the normalizer, in parts that the kernels take.
-
-    Args:
-        query: Features of queries (B, T, H, M).
-        f: Features of keys (B, T, Hkv, M).
-        v: Values (B, T, Hkv, E).
-        memory: The sums before the first token.
-        largest: Features and values of a part.
-
-    Returns:
-        (B, T, H, E), (B, T, H), and kv and z after the last token.
-    """
-    E = v.shape[3]
-    # A last column of ones, whose result is the normalizer; in a call of its own where the kernels take no more values.
-    ones, before = torch.ones_like(v[..., :1]), torch.cat([memory.kv, memory.z[..., None]], -1)
-    v = torch.cat([v, ones], -1)
-    columns = [E, 1] if largest < E + 1 else [E + 1]
-    outs, sums = [], []
-    for values, kv in zip(v.split(columns, -1), before.split(columns, -1), strict=True):
-        parts = zip(query.split(largest, -1), f.split(largest, -1), kv.split(largest, 2), strict=True)
-        found = [
-            causal_linear(x, y, values, sums=Sums(sums_before, sums_before[..., 0], memory.shift), normalize=False)
-            for x, y, sums_before in parts
-        ]
-        outs.append(reduce(torch.add, [out for out, _ in found]))
-        sums.append(torch.cat([after.kv for _, after in found], 2))
-    out, kv = torch.cat(outs, -1), torch.cat(sums, -1)
-    return out[..., :-1], out[..., -1], kv[..., :-1], kv[..., -1]
 
 
 def _kernel_dtype(x: Tensor) -> torch.dtype:

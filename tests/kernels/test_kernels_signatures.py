@@ -53,16 +53,16 @@ def when(given: bool, *shape: int) -> Tensor | None:
     return torch.randn(shape) if given else None
 
 
-def features(state: bool, d_lse: bool, d_state: bool, d_v: bool) -> None:
+def features(state: bool, d_lse: bool, d_state: bool) -> None:
     from longspan.ops.features import FeatureInputs, FeatureProblem, FeatureSaved
     from longspan.ops.features.triton import features as kernels
 
     x = FeatureInputs(rows(), rows(), rows(), when(state, B, H, D, D), when(state, B, H, D))
-    problem = FeatureProblem(3, False)
+    problem = FeatureProblem(3)
     out, lse, _, _, states, z = kernels.forward(x, problem)
     sums = when(d_state, B, H, D, D), when(d_state, B, H, D)
     saved = FeatureSaved(rows(), torch.randn_like(lse) if d_lse else None, *sums, out, lse, states, z)
-    kernels.backward(saved, x, problem, traced=False, d_v=rows() if d_v else None)
+    kernels.backward(saved, x, problem)
 
 
 def hedgehog(d_x: bool, more: bool, wide: bool) -> None:
@@ -74,16 +74,14 @@ def hedgehog(d_x: bool, more: bool, wide: bool) -> None:
     kernels.backward(d_features, x, weight, x.clone() if d_x else None, x.clone() if more else None)
 
 
-def merge(later: bool, sink: bool) -> None:
+def merge(sink: bool) -> None:
     from longspan.ops.merge import MergeInputs, MergeSaved
     from longspan.ops.merge import triton as kernels
 
-    lse, scores = torch.randn(B, H, T), 2 if sink else 1
-    second = (rows(), lse) if later else (None, None)
+    lse, scores = torch.randn(B, T, H), 2 if sink else 1
     learned = torch.randn(scores, H, D), torch.randn(scores, H), when(sink, H, D)
-    x = MergeInputs(rows(), lse[..., None], rows(), lse, *second, rows(), *learned)
-    kernels.forward(x)
-    kernels.backward(MergeSaved(rows()), x)
+    x = MergeInputs(rows(), lse, rows(), lse, rows(), *learned)
+    kernels.backward(MergeSaved(rows(), kernels.forward(x)), x)
 
 
 def linformer(state: bool, d_state: bool) -> None:
@@ -158,9 +156,9 @@ def linear(lengths: bool, state: bool, d_state: bool, module: str) -> None:
 
 
 CALLS: list[tuple[Callable[..., None], int]] = [
-    (features, 4),
+    (features, 3),
     (hedgehog, 3),
-    (merge, 2),
+    (merge, 1),
     (linformer, 2),
     (gates, 2),
     (norm, 1),

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import replace
-
 import pytest
 import torch
 from option_cases import B, D, E, H, T, build, checks, differ, inputs, option_test, positions, same, softmax_attention
 
 from longspan import build_mechanism
 from longspan.mechanisms.decay import DecayAttention
-from longspan.mechanisms.mixture import MixtureAttention, _attend_parts
+from longspan.mechanisms.mixture import MixtureAttention
 from longspan.ops.window.torch import BLIND
 
 
@@ -102,15 +99,3 @@ def test_a_state_does_not_grow() -> None:
     gates = torch.randn(B, T, H, mixture.num_gates, dtype=torch.float64)
     _, state = mixture.extend(state, *inputs(), gates=gates)
     assert {name: x.shape for name, x in state.tensors().items()} == size
-
-
-@pytest.mark.parametrize("largest", [3, 7, 8])
-def test_memories_in_parts(largest: int) -> None:
-    """As many features and values at once as the kernels take give what all of them give."""
-    query, f, v = torch.rand(B, T, H, 10), torch.rand(B, T, H, 10), torch.randn(B, T, H, E)
-    memory = build_mechanism("linear", H, 10, value_dim=E).new_state(B)
-    memory = replace(memory, kv=torch.randn(B, H, 10, E), z=torch.rand(B, H, 10), shift=torch.zeros(B, H))
-    for found, expected in zip(
-        _attend_parts(query, f, v, memory, largest), _attend_parts(query, f, v, memory, sys.maxsize), strict=True
-    ):
-        torch.testing.assert_close(found, expected)

@@ -3,7 +3,7 @@
     num_i = Σ_{j ≤ i − W} (φ(q_i)·φ(k_j)) v_j,    den_i = Σ_{j ≤ i − W} φ(q_i)·φ(k_j)
     out_i = num_i / den_i,    lse_i = log den_i
 
-Features are positive, such as Hedgehog's, up to 1024 of them. `lse` has a gradient, so that the result can be one part
+Features are positive, such as Hedgehog's, up to 256 of them. `lse` has a gradient, so that the result can be one part
 of a softmax (`mixture`); W tokens before a query are left to another part. Backward, with δ = Σ dout ∘ out:
 
     dnum = dout / den,    dden = (dlse − δ) / den,    dφ(q_i) = S_i dnum_i + z_i dden_i
@@ -19,7 +19,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from torch import Tensor, bfloat16, float16, float32
+from torch import Tensor, bfloat16, float32
 
 from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
@@ -27,8 +27,8 @@ from longspan.ops.window.torch import BLIND
 
 __all__ = ["BLIND", "feature_attention", "why_not_triton"]
 
-# Tokens in a chunk; the largest number of features.
-CHUNK, MOST_FEATURES = 64, 1024
+# Tokens in a chunk; the largest number of features and of values.
+CHUNK, MOST_FEATURES, LARGEST = 64, 256, 128
 
 
 class FeatureInputs(NamedTuple):
@@ -45,7 +45,6 @@ class FeatureProblem(NamedTuple):
     """Options of `longspan::feature_attention`."""
 
     delay: int
-    reverse: bool
 
 
 class FeatureSaved(NamedTuple):
@@ -62,14 +61,7 @@ class FeatureSaved(NamedTuple):
 
 
 def feature_attention(
-    query: Tensor,
-    f: Tensor,
-    v: Tensor,
-    kv: Tensor | None = None,
-    z: Tensor | None = None,
-    *,
-    delay: int = 0,
-    reverse: bool = False,
+    query: Tensor, f: Tensor, v: Tensor, kv: Tensor | None = None, z: Tensor | None = None, *, delay: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Causal linear attention and the logarithm of its normalizer. O(T·M·E) time.
 
@@ -82,13 +74,12 @@ def feature_attention(
         kv: Σφ(k)vᵀ before the first token, (B, Hkv, M, E) in float32; None is 0.
         z: Σφ(k) before the first token, (B, Hkv, M) in float32; None is 0.
         delay: W: query i sees the keys up to i − W. The first W queries see none, the last W keys are not used.
-        reverse: Count tokens from the last one: query i sees the keys from i + W on.
 
     Returns:
         out (B, T, H, E) and lse (B, H, T) in float32, zero and `BLIND` for queries that see no key; kv and z after the
         last key that is used.
     """
-    args = query, f, v, kv, z, delay, reverse
+    args = query, f, v, kv, z, delay
     if dispatch.eager_untraced(query):
         return _FeatureAttention.direct(*args)
     return _FeatureAttention.traced(*refuse_forward_mode(*args))[:4]
@@ -97,23 +88,22 @@ def feature_attention(
 def why_not_triton(q: Tensor, v: Tensor, num_features: int) -> str | None:
     """Return why the kernels do not take features of q and its keys, and values v; None if they do."""
     why = dispatch.unavailable(q)
-    if why is None and (q.dtype != v.dtype or q.dtype not in (bfloat16, float16)):
-        why = f"queries and values are {q.dtype} and {v.dtype}; the kernels take bfloat16 and float16"
-    if why is None and (num_features > MOST_FEATURES or v.shape[3] > dispatch.LARGEST):
+    if why is None and not q.dtype == v.dtype == bfloat16:
+        why = f"queries and values are {q.dtype} and {v.dtype}; the kernels take bfloat16"
+    if why is None and (num_features > MOST_FEATURES or v.shape[3] > LARGEST):
         sizes = f"{num_features} features and {v.shape[3]} values"
-        why = f"{sizes}; the kernels take up to {MOST_FEATURES} and {dispatch.LARGEST}"
+        why = f"{sizes}; the kernels take up to {MOST_FEATURES} and {LARGEST}"
     if why is None and not (q.numel() and v.numel()):
         why = "an empty tensor"
-    if why is None and v.shape[3] > 128:
-        why = dispatch.insufficient_shared_memory(q, 163)
     if dispatch.recording is not None:
         dispatch.record("causal linear attention with given features", "features", why)
     return why
 
 
-def state_sizes(M: int, E: int) -> tuple[int, int]:
-    """Return the rows and columns of a state in memory, multiples of 64."""
-    return -(-int(M) // 64) * 64, -(-int(E) // 64) * 64
+def padded_sizes(M: int, E: int) -> tuple[int, int]:
+    """Return the sizes of a state in memory: powers of two, 64 at least."""
+    M, E = (max(64, 1 << (int(size) - 1).bit_length()) for size in (M, E))
+    return M, E
 
 
 @differentiable_op(
@@ -129,16 +119,16 @@ class _FeatureAttention(DifferentiableOp):
 
     @staticmethod
     def forward(*args: Any, traced: bool = True) -> tuple[Tensor, ...]:
-        return _kernels().forward(*_problem(args), traced=traced)
+        return _kernels().forward(*_problem(args))
 
     @staticmethod
     def fake(*args: Any) -> tuple[Tensor, ...]:
         x, problem = _problem(args)
         (B, T, H, M), (Hkv, E) = x.query.shape, x.v.shape[2:]
-        BM, SE = state_sizes(M, E)
-        chunks, dtype = -(-(T - problem.delay) // CHUNK), bfloat16 if x.v.dtype == bfloat16 else float32
+        BM, BE = padded_sizes(M, E)
+        chunks = -(-(T - problem.delay) // CHUNK)
         kv = x.v.new_empty(B, Hkv, M, E, dtype=float32)
-        states = x.v.new_empty(B, Hkv, chunks, BM, SE, dtype=dtype), kv.new_empty(B, Hkv, chunks, BM)
+        states = x.v.new_empty(B, Hkv, chunks, BM, BE), kv.new_empty(B, Hkv, chunks + 1, BM)
         return x.v.new_empty(B, T, H, E), kv.new_empty(B, H, T), kv, kv.new_empty(B, Hkv, M), *states
 
     @staticmethod
@@ -165,12 +155,12 @@ class _FeatureAttention(DifferentiableOp):
         d_out = out.new_zeros(out.shape) if d_out is None else d_out
         saved = d_out, d_lse, d_kv, d_z, out, lse, states, states_z
         *grads, d_start, d_start_z = backward(*refuse_forward_mode(*saved, *inputs), *ctx.problem)
-        return *grads, None if inputs[3] is None else d_start, None if inputs[4] is None else d_start_z, None, None
+        return *grads, None if inputs[3] is None else d_start, None if inputs[4] is None else d_start_z, None
 
     @staticmethod
     def backward(*args: Any, traced: bool = True) -> tuple[Tensor, ...]:
         count = len(FeatureSaved._fields)
-        return _kernels().backward(FeatureSaved(*args[:count]), *_problem(args[count:]), traced=traced)
+        return _kernels().backward(FeatureSaved(*args[:count]), *_problem(args[count:]))
 
     @staticmethod
     def backward_fake(*args: Any) -> tuple[Tensor, ...]:

@@ -1,11 +1,11 @@
-"""A window and one or two memories as parts of one softmax: the mean of their outputs, weighted by exp of their scores.
+"""A window and a memory as parts of one softmax: the mean of their outputs, weighted by exp of their scores.
 
     s_i = w·q_i + b,    t_i = w'·q_i + b'
-    out_i = (exp(l_i) o_i + Σ_r (exp(m_i^r + s_i) r_i + exp(t_i) u)) / (exp(l_i) + Σ_r (exp(m_i^r + s_i) + exp(t_i)))
+    out_i = (exp(l_i) o_i + exp(m_i + s_i) r_i + exp(t_i) u) / (exp(l_i) + exp(m_i + s_i) + exp(t_i))
 
-with o and l the output and log-sum-exp of the window, r and m^r those of a memory, and u the value of a learned sink,
-which is seen wherever a memory is. Backward, with p the weight of a part and x its output: dx = p dout, and the
-gradient of its score is p (dout·x − dout·out).
+with o and l the output and log-sum-exp of the window, r and m those of the memory, and u the value of a learned sink,
+which is seen where the memory is. Backward, with p the weight of a part and x its output: dx = p dout, and the gradient
+of its score is p (dout·x − dout·out).
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ class MergeInputs(NamedTuple):
     window_lse: Tensor
     memory: Tensor
     memory_lse: Tensor
-    later: Tensor | None
-    later_lse: Tensor | None
     q: Tensor
     weight: Tensor
     bias: Tensor
@@ -43,6 +41,7 @@ class MergeSaved(NamedTuple):
     """What its backward pass takes before them."""
 
     d_out: Tensor
+    out: Tensor
 
 
 def merge_attention(
@@ -54,27 +53,23 @@ def merge_attention(
     weight: Tensor,
     bias: Tensor,
     value: Tensor | None = None,
-    later: Tensor | None = None,
-    later_lse: Tensor | None = None,
 ) -> Tensor:
-    """Return the mean of the outputs of a window and of memories. For arguments without `why_not_triton`.
+    """Return the mean of a window's and a memory's outputs. For arguments without `why_not_triton`.
 
     Args:
         window: Output of the window (B, T, H, E).
-        window_lse: Log-sum-exp of its scores, (B, H, T, P) as `ops.window.window_attention_with_lse2` returns it.
+        window_lse: Log-sum-exp of its scores (B, T, H), `BLIND` where there is no key.
         memory: Output of the memory (B, T, H, E).
-        memory_lse: Logarithm of its normalizer (B, H, T), `BLIND` where it is empty: neither it nor its sink is seen.
+        memory_lse: Logarithm of its normalizer (B, T, H), `BLIND` where it is empty: neither it nor the sink is seen.
         q: Queries (B, T, H, D).
         weight: w (1, H, D), with a sink w and w' (2, H, D).
         bias: b (1, H), with a sink b and b' (2, H).
         value: u (H, E); None without a sink.
-        later: Output of a second memory (B, T, H, E), or None.
-        later_lse: Logarithm of its normalizer (B, H, T).
 
     Returns:
         (B, T, H, E) in the dtype of q.
     """
-    args = window, window_lse, memory, memory_lse, later, later_lse, q, weight, bias, value
+    args = window, window_lse, memory, memory_lse, q, weight, bias, value
     if dispatch.eager_untraced(q):
         return _Merge.direct(*args)
     return _Merge.traced(*refuse_forward_mode(*args))
@@ -90,7 +85,7 @@ def why_not_triton(q: Tensor, v: Tensor) -> str | None:
     return why
 
 
-@differentiable_op("longspan::merge_attention", (MergeInputs,), (MergeSaved,), outputs=1, grads=10)
+@differentiable_op("longspan::merge_attention", (MergeInputs,), (MergeSaved,), outputs=1, grads=8)
 class _Merge(DifferentiableOp):
     @staticmethod
     def forward(*args: Any, traced: bool = True) -> Any:
@@ -104,23 +99,27 @@ class _Merge(DifferentiableOp):
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs)
+        ctx.save_for_backward(output[0] if isinstance(output, tuple) else output, *inputs)
 
     @staticmethod
     def differentiate(backward: Any, ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors
-        grads = backward(*refuse_forward_mode(d_out, *inputs))
-        return tuple([None if x is None else grad for x, grad in zip(inputs, grads, strict=True)])
+        out, *inputs = ctx.saved_tensors
+        *grads, d_value = backward(*refuse_forward_mode(d_out, out, *inputs))
+        return *grads, None if inputs[7] is None else d_value
 
     @staticmethod
     def backward(*args: Any, traced: bool = True) -> tuple[Tensor, ...]:
         count = len(MergeSaved._fields)
-        return _kernels().backward(MergeSaved(*args[:count]), MergeInputs(*args[count:]), traced=traced)
+        return _kernels().backward(MergeSaved(*args[:count]), MergeInputs(*args[count:]))
 
     @staticmethod
     def backward_fake(*args: Any) -> tuple[Tensor, ...]:
         x = MergeInputs(*args[len(MergeSaved._fields) :])
-        return tuple([x.q.new_empty(0) if y is None else y.new_empty(y.shape) for y in x])
+        B, T, H = x.window_lse.shape
+        lse = [y.new_empty(B, H, T).transpose(1, 2) for y in (x.window_lse, x.memory_lse)]
+        outs = [y.new_empty(y.shape) for y in (x.window, x.memory, x.q, x.weight, x.bias)]
+        value = x.weight.new_empty(0) if x.value is None else x.value.new_empty(x.value.shape)
+        return outs[0], lse[0], outs[1], lse[1], *outs[2:], value
 
 
 def _kernels() -> ModuleType:

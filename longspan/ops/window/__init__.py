@@ -39,7 +39,6 @@ __all__ = [
     "why_not_triton",
     "window_attention",
     "window_attention_with_lse",
-    "window_attention_with_lse2",
     "xpos_rotate",
 ]
 
@@ -230,32 +229,17 @@ def window_attention_with_lse(
         gets zeros and `BLIND`.
     """
     why = why_not_triton(q, k, v)
-    if why is not None:
-        if dispatch.recording is not None:
-            dispatch.record(OPERATION, "window", why)
-        return tiled_window_attention_with_lse(q, k, v, window, key_mask=key_mask, scale=scale)
-    out, lse = window_attention_with_lse2(q, k, v, window, key_mask=key_mask, scale=scale)
-    lse = math.log(2) * lse.sum(-1).transpose(1, 2)
-    return out.to(promote_types(q.dtype, float32)), lse.masked_fill(lse.isinf(), BLIND)
-
-
-def window_attention_with_lse2(
-    q: Tensor, k: Tensor, v: Tensor, window: Window, *, key_mask: Tensor | None = None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """`window_attention_with_lse` as the kernels return it, for arguments without `why_not_triton`.
-
-    Returns:
-        (B, T, H, E) in the dtype of q, and (B, H, T, P) in float32: P numbers that add up to the log-sum-exp in base 2,
-        infinite for a query that sees no key.
-    """
     if dispatch.recording is not None:
-        dispatch.record(OPERATION, "window", None)
+        dispatch.record(OPERATION, "window", why)
+    if why is not None:
+        return tiled_window_attention_with_lse(q, k, v, window, key_mask=key_mask, scale=scale)
     arguments = WindowProblem(q, k, v, key_mask, None, None, None, None, *window, scale, 0.0, False)
     if dispatch.eager_untraced(q):
         out, lse = _WindowLse.direct(*arguments)
     else:
         out, lse = _WindowLse.traced(*refuse_forward_mode(*arguments))
-    return out, lse
+    lse = math.log(2) * lse.sum(-1).transpose(1, 2)
+    return out.to(promote_types(q.dtype, float32)), lse.masked_fill(lse.isinf(), BLIND)
 
 
 LEAVES = (0, 1, 2, 7)  # fields of a WindowProblem with gradients

@@ -58,8 +58,6 @@ PROGRAMS = 1024  # least number of programs that compute the gradient of a bias,
 
 # Queries and keys per tile, warps, pipeline stages.
 Tiling = namedtuple("Tiling", "queries keys warps stages")
-# The tilings of `tilings` for half precision and heads over 128.
-WIDE = Tiling(64, 64, 4, 2), Tiling(64, 32, 4, 2), Tiling(32, 64, 4, 2)
 
 
 def tilings(dim: int, half_precision: bool, even: bool) -> tuple[Tiling, Tiling, Tiling]:
@@ -80,7 +78,7 @@ def tilings(dim: int, half_precision: bool, even: bool) -> tuple[Tiling, Tiling,
         return Tiling(64, 64, 4, 3), d_queries, d_keys
     if dim <= 128:
         return Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64 if even else 32, 64, 4, 2)
-    return WIDE
+    return Tiling(64, 64, 4, 2), Tiling(64, 32, 4, 2), Tiling(32, 64, 4, 2)
 
 
 def forward(problem: WindowProblem) -> tuple[Tensor, Tensor]:
