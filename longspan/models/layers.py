@@ -335,9 +335,9 @@ class Attention(nn.Module):
             return None
         angles = None if cached is None else (cached[0][0], cached[1][0])
         q_norm, k_norm = cast("tuple[nn.RMSNorm, nn.RMSNorm]", (self.q_norm, self.k_norm))
-        weights, turned = (q_norm.weight, k_norm.weight), tuple(r is not None for r in rotary)
+        weights, rotated = (q_norm.weight, k_norm.weight), tuple(r is not None for r in rotary)
         assert q_norm.eps is not None
-        found = divide_heads(product, weights, tuple(sizes), turned, angles, q_norm.eps)
+        found = divide_heads(product, weights, tuple(sizes), rotated, angles, q_norm.eps)
         if found is None:
             return None
         gates = self._project_gates(x)
@@ -355,6 +355,8 @@ class Attention(nn.Module):
         heads = {self.num_heads, self.num_kv_heads, mechanism.num_heads, mechanism.num_kv_heads}
         alike = len(heads) == 1 and mechanism.value_dim == mechanism.head_dim and not self.shared_kv
         if not alike or self.conv is not None or self.value_embedding is not None:
+            return False
+        if has_hooks(mechanism) or any(map(has_hooks, self.rotary)):
             return False
         normed = all(norm is not None and is_plain(norm, nn.RMSNorm) and norm.eps is not None for norm in norms)
         return normed and len({norm.eps for norm in norms if norm is not None}) == 1
@@ -760,8 +762,12 @@ def _is_plain_linear(layer: nn.Module, kind: type = nn.Linear) -> bool:
 
 def is_plain(layer: nn.Module, kind: type) -> bool:
     """Whether a layer with a weight is of this class and has no hooks."""
-    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
-    return type(layer) is kind and type(layer.weight) is nn.Parameter and not any(hooks)
+    return type(layer) is kind and type(layer.weight) is nn.Parameter and not has_hooks(layer)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks are registered on a module, which a call of what is inside it would miss."""
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 def head_shape(dim: int, config: AttentionConfig) -> tuple[int, int, int]:

@@ -30,6 +30,7 @@ from longspan.models.layers import (
     FeedForward,
     ResidualFunction,
     compiled_for_gpu,
+    has_hooks,
     is_plain,
     latest_tokens,
     merge_latest,
@@ -249,7 +250,7 @@ class ResidualBranch(nn.Module):
     def add_and_normalize(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return x + y, and that normalized and shifted, where one kernel computes both; no token is hidden."""
         norm, shift = self.norm, self.token_shift
-        if not self.is_pre_norm or norm is None or not is_plain(norm, nn.RMSNorm):
+        if not self.is_pre_norm or has_hooks(self) or norm is None or not is_plain(norm, nn.RMSNorm):
             return None
         assert isinstance(norm, nn.RMSNorm)
         if norm.eps is None or fused_norm.why_not_triton(x, y, self.dim, shift) is not None:

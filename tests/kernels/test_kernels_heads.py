@@ -12,6 +12,7 @@ from interpreter import bfloat16, interpreted  # noqa: F401
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from longspan import AttentionConfig, LanguageModel, ModelConfig
+from longspan.models.layers import Attention
 from longspan.ops import heads
 from longspan.ops.common import dispatch
 from longspan.ops.heads import _DivideHeads, divide_heads, divide_heads_torch, why_not_triton
@@ -141,6 +142,25 @@ def test_layers_that_the_kernel_does_not_know(options: dict[str, Any], monkeypat
         **{"num_heads": 2, "mechanism": "softmax", "qk_norm": True, "rotary": "halves", **options}
     )
     model = LanguageModel(ModelConfig(dim=16, depth=1, causal=True, vocab_size=13, attention=attention))
+    tokens = torch.randint(13, (2, 11))
+    expected = model(tokens)
+    pretend(monkeypatch)
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    out = torch.compile(model, fullgraph=True, backend=graphs)(tokens)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
+    assert not any("divide_heads" in str(node.target) for node in graphs.graphs[0].graph.nodes)
+
+
+@pytest.mark.parametrize("name", ["mechanism", "rotary.0", "q_norm"])
+def test_hooks_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [{"mechanism": "local", "num_heads": 1, "window": 5}, {"mechanism": "linear", "num_heads": 1}]
+    attention = AttentionConfig(
+        num_heads=2, mechanism={"mechanism": "split", "parts": parts}, qk_norm=True, rotary=("halves", "none")
+    )
+    model = LanguageModel(ModelConfig(dim=16, depth=1, causal=True, vocab_size=13, attention=attention))
+    layer = next(module for module in model.modules() if isinstance(module, Attention))
+    layer.get_submodule(name).register_forward_hook(lambda module, given, out: out * 1.5)
     tokens = torch.randint(13, (2, 11))
     expected = model(tokens)
     pretend(monkeypatch)

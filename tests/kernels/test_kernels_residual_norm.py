@@ -11,6 +11,7 @@ from residual_norm_cases import CASES, EPSILON, check, inputs
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from longspan import AttentionConfig, LanguageModel, ModelConfig
+from longspan.models.residual import ResidualBranch
 from longspan.ops import residual_norm
 from longspan.ops.residual_norm import _ResidualNorm, why_not_triton
 
@@ -79,6 +80,21 @@ def test_compiled_models(shift: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-3)
     nodes = [str(node.target) for node in graphs.graphs[0].graph.nodes]
     assert sum("residual_norm" in name for name in nodes) == (0 if shift == (0, 2) else 3)
+
+
+@interpreted
+def test_hooks_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = AttentionConfig(num_heads=2, mechanism="linear")
+    model = LanguageModel(ModelConfig(dim=12, depth=1, causal=True, vocab_size=13, norm="rms", attention=attention))
+    branches = [module for module in model.modules() if isinstance(module, ResidualBranch)]
+    branches[1].register_forward_hook(lambda module, given, out: out * 1.5)
+    tokens = torch.randint(13, (2, 11))
+    expected = model(tokens)
+    monkeypatch.setattr("longspan.models.residual.compiled_for_gpu", lambda x: torch.compiler.is_compiling())
+    monkeypatch.setattr(residual_norm, "why_not_triton", lambda *_: None)
+    torch._dynamo.reset()
+    out = torch.compile(model, fullgraph=True, backend="aot_eager")(tokens)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
 
 
 def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,8 +82,8 @@ def divide_heads_torch(
         y = heads.to(wide)
         y = y * (y.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight.to(wide)
         found = []
-        for part, turns in zip(y.split(list(sizes), 2), rotated, strict=True):
-            if turns and cos_sin is not None:
+        for part, rotate in zip(y.split(list(sizes), 2), rotated, strict=True):
+            if rotate and cos_sin is not None:
                 cos, sin = (angle.to(wide)[:, None] for angle in cos_sin)
                 a, b = part.chunk(2, -1)
                 part = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
