@@ -314,7 +314,7 @@ class _FavorShortBackward(_FavorShortPlan):
         inputs = p_q, p_k, p_v, p_d, *w, p_lengths
         with on_device(q):
             rows = query_offset, offset, peak, references, p_out, residual, den, normalized, delta
-            self.sums(*inputs, *rows, *stacks[:5], *stacks[5:], done)
+            self.sums(*inputs, *rows, *stacks, done)
             rows = normalized, delta, offset, scale, peak, references
             sums = before, total_z, prefix, prefix_z, after, d_total_z, suffix, suffix_z
             self.both(*inputs, *rows, *sums, p_d_q, p_d_k, p_d_v)
