@@ -21,7 +21,6 @@ from longspan.bench.recall import RecallOptions, results, run, training
 from longspan.bench.recall.runner import RecallPlan
 from longspan.bench.recall.training import RecallRun, execute
 from longspan.bench.recall.variants import FIRST, RECIPES, LayerOptions, Recipe, mechanisms, model_config
-from longspan.mechanisms.decay import DecayAttention
 from longspan.models.layers import Attention
 from longspan.models.transformer import Classifier, LanguageModel
 from longspan.train.synthetic import datasets
@@ -88,10 +87,10 @@ def test_runs_are_reproducible_and_depend_on_seed_rate_and_options() -> None:
     run_, train, score = small()
     loss = result_of(run_, train, score)["train_loss"]
     assert result_of(run_, train, score)["train_loss"] == loss
-    layers = [replace(TINY, **change) for change in ({"conv_size": 0}, {"out_norm": False}, {"token_shift": (1, 0)})]
+    layers = [replace(TINY, **change) for change in ({"conv_size": 0}, {"out_norm": False})]
     layers.append(replace(TINY, out_gate="none"))
     others = [replace(run_, seed=1), replace(run_, lr=1e-3), *(replace(run_, layer=layer) for layer in layers)]
-    assert len({loss, *(result_of(other, train, score)["train_loss"] for other in others)}) == 7
+    assert len({loss, *(result_of(other, train, score)["train_loss"] for other in others)}) == 6
 
 
 @pytest.mark.parametrize("gate_noise", [0.0, 1.0])
@@ -152,20 +151,6 @@ def test_compiled_models_train_as_eager_ones_in_one_graph_for_all_lengths(monkey
     assert calls == [{"fullgraph": True, "dynamic": True}]
     assert len(graphs) == 1
     assert len({part.tokens.shape[1] for part in train}) == 2
-
-
-def test_gates_start_with_time_constants_up_to_a_span() -> None:
-    run_, train, _ = small(gate_span=1600)
-    run_ = replace(run_, mechanism="decay-channel", spec=mechanisms(2, 8, 32)["decay-channel"])
-    for span, low, high in ((1600, 16, 1600), (0, 23, 24)):
-        changed = replace(run_, recipe=replace(run_.recipe, gate_span=span))
-        model = training._Training(changed, train, CPU, math.inf).model
-        gates = [m for m in model.modules() if isinstance(m, DecayAttention)]
-        found = torch.cat([-16 / torch.nn.functional.logsigmoid(m.gate_bias.detach()).flatten() for m in gates])
-        assert low <= found.min() < 30, span
-        assert high / 4 < found.max() <= high + 16, span
-        assert results.identify(changed)["gate_span"] == span
-    assert [RecallOptions(gate_span=span).recipe("listops").gate_span for span in (None, 0, 64)] == [0, 0, 64]
 
 
 def test_training_ends_when_solved_or_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +230,7 @@ def test_tasks_have_layers_of_their_own_unless_given(tmp_path: Path) -> None:
         "parity": LayerOptions(depth=1, conv_size=0),
         "listops": LayerOptions(depth=4, heads=4, conv_size=0),
     }
-    given = LayerOptions(24, 3, 1, conv_size=3, out_norm=False, out_gate="sigmoid", token_shift=(0, 1))
+    given = LayerOptions(24, 3, 1, conv_size=3, out_norm=False, out_gate="sigmoid")
     chosen = RecallOptions(tasks=everything, **vars(given))
     assert {chosen.recipe(task).layer for task in everything} == {given}
     (run_,) = RecallPlan(replace(chosen, tasks=("parity",), mechanisms=("local",), lrs=(1e-3,), seeds=(0,)), []).open
@@ -363,7 +348,8 @@ def test_the_best_rate_has_the_highest_accuracy_then_the_lowest_loss(tmp_path: P
 
 def test_results_are_appended_by_several_processes_and_survive_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    line = {"task": "mqar", "mechanism": "linear", "stage": "final", "status": "ok", "padding": "x" * 9000, "layer": {}}
+    line = {"task": "mqar", "mechanism": "linear", "stage": "final", "status": "ok", "padding": "x" * 9000}
+    line |= {"layer": {"dim": 16, "token_shift": []}, "gate_span": 0}
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda i: append(path, {**line, "i": i}), range(64)))
     assert sorted(found["i"] for found in results.read(path)) == list(range(64))
@@ -373,7 +359,7 @@ def test_results_are_appended_by_several_processes_and_survive_a_kill(tmp_path: 
     append(path, {**line, "i": 64})
     assert sorted(found["i"] for found in results.read(path)) == list(range(65))
     assert results.read(tmp_path / "nothing") == []
-    assert results.read(path)[0]["layer"] == {"token_shift": []}, "what older results do not state"
+    assert results.read(path)[0]["layer"] == {"dim": 16}, "without what options that are gone were not set to"
     path.write_text('{"task": 1}\n{}\n')
     with pytest.raises(ValueError, match=r"out.jsonl, line 1: a result has task.*remove the line, or choose another"):
         results.read(path)
@@ -471,8 +457,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "size": ({"jobs": 0}, "jobs must be positive, got 0"),
     "rate": ({"lrs": (0.0,)}, "lrs must be positive, got 0.0"),
     "noise": ({"gate_noise": -1.0}, "gate_noise must be 0 or more, got -1"),
-    "span": ({"gate_span": 15}, "gate_span must be 0, or 16 tokens or more, got 15"),
-    "shift": ({"token_shift": (0, -1)}, "looks ahead"),
     "compile": ({"compile": True}, "compile excludes noise on gates, which parity has: set gate_noise to 0"),
     "seed": ({"seeds": (-1,)}, "seeds must be 0 or more, got -1"),
     "heads": ({"heads": 3}, r"dim \(16\) must be a multiple of heads \(3\)"),

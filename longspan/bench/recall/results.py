@@ -18,7 +18,7 @@ from longspan.utils import write_atomically
 
 IDENTITY = (
     *("task", "mechanism", "stage", "lr", "seed", "max_steps", "max_seconds", "spec", "layer", "score", "train"),
-    *("batch_tokens", "train_tokens", "length_buckets", "solved", "precision", "gate_noise", "gate_span"),
+    *("batch_tokens", "train_tokens", "length_buckets", "solved", "precision", "gate_noise"),
 )
 
 
@@ -43,7 +43,6 @@ def identify(run: RecallRun) -> Row:
         "solved": recipe.solved,
         "precision": recipe.precision,
         "gate_noise": recipe.gate_noise,
-        "gate_span": recipe.gate_span,
     }
 
 
@@ -55,9 +54,9 @@ def key(row: Mapping[str, Any]) -> str:
 def read(path: Path) -> list[Row]:
     """Return the results in a file."""
     rows = jsonl.read(path, "task", "mechanism", "stage", "status")
-    # What older results do not state.
-    rows = [{"length_buckets": 1, "gate_noise": 0.0, "gate_span": 0, **row} for row in rows]
-    return [{**row, "layer": {**row["layer"], "token_shift": row["layer"].get("token_shift", [])}} for row in rows]
+    # What older results do not state, and an option that some state and none has set.
+    rows = [{"length_buckets": 1, "gate_noise": 0.0, **row} for row in rows]
+    return [{**row, "layer": {k: v for k, v in row["layer"].items() if (k, v) != ("token_shift", [])}} for row in rows]
 
 
 def best_lr(rows: Iterable[Row]) -> float:

@@ -71,13 +71,8 @@ class RecallOptions:
     """Normalize each head's output. By default true."""
     out_gate: OutGate | None = None
     """Gate of the heads' outputs: none, sigmoid, silu. By default silu."""
-    token_shift: tuple[int, ...] | None = None
-    """Offsets in tokens by which equal parts of the features are shifted before attention, such as 1,0,0,-1. By default
-    none."""
     gate_noise: float | None = None
     """Standard deviation of noise added to the mechanisms' gates in training. By default 2 for parity, 0 otherwise."""
-    gate_span: int | None = None
-    """Start decay-channel with time constants between 16 and this many tokens; 0: all with 23. By default 0."""
     compile: bool = False
     """Compile the models: fewer launches and less memory traffic, for half a minute of a CPU core or more per model."""
     lrs: tuple[float, ...] = ()
@@ -112,8 +107,6 @@ class RecallOptions:
             _check_positive(name, getattr(self, name))
         if self.gate_noise is not None and not 0 <= self.gate_noise < math.inf:
             raise ValueError(f"gate_noise must be 0 or more, got {self.gate_noise:g}")
-        if self.gate_span is not None and self.gate_span != 0 and self.gate_span < 16:
-            raise ValueError(f"gate_span must be 0, or 16 tokens or more, got {self.gate_span}")
         if any(lr <= 0 for lr in self.lrs):
             raise ValueError(f"lrs must be positive, got {', '.join(map(str, self.lrs))}")
         if any(seed < 0 for seed in self.seeds):
@@ -136,7 +129,6 @@ class RecallOptions:
         changes: dict[str, Any] = {"lrs": self.lrs or recipe.lrs, "steps": self.steps or recipe.steps}
         for name in ("batch_tokens", "train_tokens"):
             changes[name] = getattr(self, name) or getattr(recipe, name)
-        changes["gate_span"] = recipe.gate_span if self.gate_span is None else self.gate_span
         changes["compile"] = self.compile
         changes["gate_noise"] = recipe.gate_noise if self.gate_noise is None else self.gate_noise
         given = {each.name: getattr(self, each.name) for each in fields(LayerOptions)}

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspan.bench.recall.variants import LayerOptions, Recipe, Spec, model_config
-from longspan.mechanisms.decay import DecayAttention
 from longspan.models.layers import Attention
 from longspan.models.transformer import Classifier, LanguageModel
 from longspan.ops.loss import IGNORE_INDEX
@@ -103,8 +102,6 @@ class _Training:
         config = model_config(run.recipe.score, run.spec, run.layer)
         torch.manual_seed(run.seed)
         self.model = (LanguageModel if config.num_classes is None else Classifier)(config)
-        if run.recipe.gate_span:
-            _spread_gates(self.model, run.recipe.gate_span)
         self.model.to(device)
         self._call = _entry(self.model)
         if run.recipe.compile:
@@ -235,13 +232,6 @@ def _add_noise_to_gates(model: nn.Module, deviation: float, generator: torch.Gen
     for module in model.modules():
         if isinstance(module, Attention) and module.to_mechanism_gates is not None:
             module.to_mechanism_gates.register_forward_hook(add)
-
-
-def _spread_gates(model: nn.Module, longest: int) -> None:
-    """Draw the time constants, −1 / log α, of gates per channel that see nothing: from 16 to `longest` tokens."""
-    for module in model.modules():
-        if isinstance(module, DecayAttention) and module.gate == "channel":
-            nn.init.uniform_(module.gate_bias, 0.0, math.log(longest / 16))  # −log σ(b) / 16 is about exp(−b) / 16
 
 
 def _schedule(step: int, steps: int) -> float:

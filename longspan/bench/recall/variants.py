@@ -72,8 +72,6 @@ class LayerOptions:
     """Normalize each head's output."""
     out_gate: OutGate = "silu"
     """Gate of the heads' outputs."""
-    token_shift: tuple[int, ...] = ()
-    """Offsets in tokens by which equal parts of the features are shifted before attention, 1 from the token before."""
 
     def __post_init__(self) -> None:
         choose("out_gate", self.out_gate, get_args(OutGate))
@@ -98,8 +96,6 @@ class Recipe:
         precision: "bf16" by autocast on a GPU, or "fp32".
         gate_noise: Standard deviation of Gaussian noise that is added to mechanisms' raw gates in training. Gates that
             are open or closed do not pass it on, so that a model learns such gates (Salakhutdinov and Hinton, 2009).
-        gate_span: Gates per channel of `decay` start with time constants between 16 and this many tokens, log-uniform
-            (Tallec and Ollivier, 2018), instead of 23 for all; 0 for no change.
         compile: Whether the model is compiled by torch.compile. Its results differ by rounding alone.
         layer: Sizes and options of the models.
     """
@@ -114,7 +110,6 @@ class Recipe:
     solved: float = 0.005
     precision: Literal["bf16", "fp32"] = "bf16"
     gate_noise: float = 0.0
-    gate_span: int = 0
     compile: bool = False
     layer: LayerOptions = LayerOptions()
 
@@ -221,7 +216,6 @@ def model_config(score: SyntheticTask, spec: Spec, layer: LayerOptions) -> Model
         attention=attention,
         feed_forward=FeedForwardConfig(mult=2, bias=False),
         causal=causal,
-        token_shift=layer.token_shift,
         vocab_size=score.vocab_size,
         tie_embeddings=causal,
         num_classes=score.num_classes,
