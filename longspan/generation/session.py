@@ -205,7 +205,7 @@ def check_tokens(name: str, tokens: Tensor, model: LanguageModel) -> None:
 
 
 def state_values(state: State, prefix: str) -> dict[str, Any]:
-    """Return everything in a state that is neither a tensor nor a state.
+    """Return everything in a state that is neither a tensor nor a state, nor a layer, which is the model's.
 
     Args:
         state: The state.
@@ -221,7 +221,7 @@ def state_values(state: State, prefix: str) -> dict[str, Any]:
         if isinstance(value, tuple):
             for i, part in enumerate(value):
                 found |= state_values(part, f"{name}.{i}")
-        elif value is not None and not isinstance(value, Tensor):
+        elif value is not None and not isinstance(value, Tensor | nn.Module):
             found[name] = value
     return found
 

@@ -20,6 +20,8 @@ MECHANISMS = {
     "linear": {"mechanism": "linear", "feature_map": "softmax"},
     "performer": "performer",
     "linformer": {"mechanism": "linformer", "rank": 7, "max_length": 64},
+    "gated": ("decay", {"mechanism": "delta", "gate": "channel"}),
+    "mixture": {"mechanism": "mixture", "memory": "delta", "window": 5},
     "hybrid": (
         {
             "mechanism": "split",
