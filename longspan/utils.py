@@ -27,7 +27,7 @@ _DISK_FULL = re.compile(
 
 
 def check_torch() -> None:
-    """Import torch and check its version, before a module that needs it fails in ways that do not say why.
+    """Import torch and check its version, before a module that needs it fails with an unclear error.
 
     Raises:
         ImportError: If it is too old.
@@ -91,7 +91,7 @@ def choose_device(name: str | None) -> Any:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Return whether an error, or one that it was raised from, says that a disk or a quota is full."""
+    """Return whether an error, or one that it was raised from, reports that a disk or a quota is full."""
     if error is None:
         return False
     full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _DISK_FULL.search(str(error)) is not None
@@ -99,7 +99,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory could not be allocated, on a CPU or a GPU."""
+    """Return whether an error reports that memory could not be allocated, on a CPU or a GPU."""
     worded = isinstance(error, RuntimeError) and ("out of memory" in str(error) or "t allocate memory" in str(error))
     return worded or isinstance(error, MemoryError)
 

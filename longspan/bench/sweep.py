@@ -57,7 +57,7 @@ BATCH = 4  # cells of each process, at most, that are compiled on CUDA before th
 
 
 class Grid(NamedTuple):
-    """Default values of a device, of each axis the most telling first."""
+    """Default values of a device, of each axis the most informative first."""
 
     lengths: tuple[int, ...]
     head_dims: tuple[int, ...]
@@ -365,7 +365,7 @@ class SweepWorker:
         self._since = time.monotonic()
 
     def ask(self, what: str, cell: Cell) -> None:
-        """Start to prepare or to time a cell, after those asked for before."""
+        """Start to prepare or to time a cell, after those requested before."""
         if not self._asked:
             self._since = time.monotonic()
         self._asked.append((what, cell))

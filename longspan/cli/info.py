@@ -38,7 +38,7 @@ class InfoFlags:
     model: Path | None = None
     """Checkpoint folder of a model to describe; also without --model."""
     why: FlagCreatePairsOff[bool] = False
-    """Tell which implementation runs a call of the following shape, and why. No GPU is needed for --device cuda."""
+    """Report which implementation runs a call of the following shape, and why. No GPU is needed for --device cuda."""
     mechanisms: tuple[str, ...] = ()
     """Mechanisms to explain. By default all of them."""
     options: str = "{}"

@@ -132,7 +132,7 @@ def main(argv: Sequence[str]) -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
     with build_server(flags) as server:
         gc.collect()
-        gc.freeze()  # Collections stop all threads: they need not look at what was made before the first request.
+        gc.freeze()  # Collections stop all threads: exclude from them what exists before the first request.
         _announce(server, flags)
         try:
             server.run()

@@ -141,7 +141,7 @@ class LongspanPreTrainedModel(PreTrainedModel):
         raise ValueError("the vocabulary is part of ModelConfig: build a model with another vocab_size")
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> nn.Module:
-        """Change the vocabulary: rows of the embedding and of the output layer are kept, new ones are initialized.
+        """Change the vocabulary size: rows of the embedding and the output layer are copied, new ones are initialized.
 
         Args:
             new_num_tokens: The new number of tokens; None changes nothing.
@@ -401,7 +401,7 @@ class LongspanForSequenceClassification(LongspanPreTrainedModel):
         Args:
             input_ids: (B, T).
             attention_mask: (B, T), 0 for padding.
-            labels: (B,), or as num_labels and problem_type say.
+            labels: (B,), or as num_labels and problem_type require.
             **given: inputs_embeds, in place of input_ids; output_hidden_states, for the inputs of all layers and the
                 output of the last; others are refused unless None or False.
 
@@ -624,7 +624,7 @@ class _Encoder:
 
 @contextmanager
 def _recorded(model: LanguageModel, wanted: bool | None) -> Iterator[list[Tensor] | None]:
-    """Yield a list that the input of each layer is added to if wanted, None otherwise."""
+    """Yield a list that the input of each layer is added to if requested, None otherwise."""
     if not wanted:
         yield None
         return

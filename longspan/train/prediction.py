@@ -86,7 +86,7 @@ def evaluate_task(
         The metrics of the task.
 
     Raises:
-        ValueError: The data has a class that the model does not know, or other channels.
+        ValueError: The data has a class that the model does not have, or other channels.
     """
     task = found.task
     options = task_options(task, options, labeled=task.kind != "forecast")

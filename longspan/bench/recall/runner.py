@@ -229,7 +229,7 @@ class RecallPlan:
 
 
 def _pairs(options: RecallOptions) -> Iterator[tuple[str, str]]:
-    """Tasks and mechanisms, the most telling ones first."""
+    """Tasks and mechanisms, the most informative ones first."""
     chosen = {task: options.mechanisms or tuple(options.recipe(task).mechanisms) for task in options.tasks}
     first = [(task, name) for task in options.tasks for name in FIRST.get(task, ()) if name in chosen[task]]
     rest = [(task, name) for task in options.tasks for name in chosen[task] if (task, name) not in first]
@@ -270,7 +270,7 @@ def _run_plan(plan: RecallPlan, options: RecallOptions, deadline: float | None) 
 
 
 def _time_for_a_run(options: RecallOptions, deadline: float | None) -> bool:
-    """Whether a run that starts now could train for half of its seconds: shorter ones tell nothing."""
+    """Whether a run that starts now could train for half of its seconds: shorter ones cannot be compared."""
     if deadline is None or options.run_seconds is None:
         return True
     return deadline - _SCORING - time.monotonic() >= options.run_seconds / 2

@@ -1,7 +1,7 @@
 """A server under load: `longspan bench serve --model runs/demo` starts `longspan serve` and sends requests over HTTP.
 
 Sections: `load` sends requests at random times (Poisson) and of mixed lengths, beside `generate` at the same batch.
-Different ones are first asked alone; every answer under load must be the same text as the one alone, so that none is
+Different ones are first sent alone; every answer under load must be the same text as the one alone, so that none is
 lost and none is another's. `prefix` times the first token of a long cached prompt, `speculation` one stream with and
 without guesses, `quantize` one stream with and without int8 weights (on a CPU).
 """
@@ -55,7 +55,7 @@ class ServeBenchOptions:
     prefix_tokens: int = 100_000
     """Tokens of the cached prompt."""
     distinct: int = 32
-    """Number of different requests, each of which is first asked alone."""
+    """Number of different requests, each of which is first sent alone."""
     stream: bool = True
     """Stream the answers; otherwise the time to the first token is that of the whole answer."""
     serve_arguments: tuple[str, ...] = ()

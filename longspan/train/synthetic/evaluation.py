@@ -172,7 +172,7 @@ def _train(
 
 
 def _logits(model: torch.nn.Module, examples: Examples) -> Tensor:
-    """Return the logits of all tokens (B, T, V), or of the classes (B, V), which the first token tells."""
+    """Return the logits of all tokens (B, T, V), or of the classes (B, V), read from the first token."""
     logits = model(examples.tokens, key_mask=examples.key_mask)
     assert isinstance(logits, Tensor)
     return logits if examples.labels.ndim > 1 else logits[:, 0]
