@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from longspan.compat.containers import ReversibleSequence, SequentialSequence
 from longspan.compat.faithful import resolve_faithful
 from longspan.compat.helpers import GELU_, exists, max_neg_value, rotate_every_two
-from longspan.compat.layers import Chunk, FeedForward, PreNorm, as_bool
+from longspan.compat.layers import Chunk, FeedForward, PreNorm, as_bool, zero_fill
 from longspan.compat.linear_attention_transformer.functions import (
     always,
     apply_rotory_pos_emb,
@@ -42,7 +42,6 @@ from longspan.compat.linear_attention_transformer.layers import (
     ProjectInOut,
     SelfAttention,
     sinusoids,
-    zero_fill,
 )
 from longspan.compat.linear_attention_transformer.options import (
     LanguageModelOptions,
