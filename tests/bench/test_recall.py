@@ -469,7 +469,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "mechanism": ({"mechanisms": ("dleta",)}, "unknown mechanism 'dleta'"),
     "nothing": ({"tasks": ()}, "tasks and seeds must not be empty"),
     "size": ({"jobs": 0}, "jobs must be positive, got 0"),
-    "rate": ({"lrs": (0.0,)}, "lrs must be positive, got 0.0"),
+    "rate": ({"lrs": (0.0,)}, "lrs must be positive, got 0"),
     "noise": ({"gate_noise": -1.0}, "gate_noise must be 0 or more, got -1"),
     "span": ({"gate_span": 15}, "gate_span must be 0, or 16 tokens or more, got 15"),
     "shift": ({"token_shift": (0, -1)}, "looks ahead"),
