@@ -7,7 +7,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.resources import files
@@ -69,6 +69,24 @@ def nearest(given: object, names: Iterable[str]) -> str:
 def printable(text: str) -> str:
     """Return a text that is safe to show on a terminal: its control characters are replaced by their escapes."""
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def format_bytes(number: float) -> str:
+    """Return a number of bytes in KiB, MiB or GiB."""
+    for size, unit in ((2**30, "GiB"), (2**20, "MiB")):
+        if number >= size:
+            return f"{number / size:,.1f} {unit}"
+    return f"{number / 2**10:,.1f} KiB"
+
+
+def join_names(names: Sequence[str], most: int) -> str:
+    """Return the first names, separated by commas, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def plot_path(out: Path) -> Path:
+    """Return the path of the plot beside a results file."""
+    return out.with_suffix(".png") if out.suffix != ".png" else out.with_name(f"{out.name}.png")
 
 
 def choose_device(name: str | None) -> Any:

@@ -27,7 +27,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import can_return_tuple, is_peft_available
 
 from longspan.hf.cache import StateCache
-from longspan.hf.config import LongspanConfig, checkpoint_of
+from longspan.hf.config import LongspanConfig, SavedAsStub, checkpoint_of
 from longspan.hf.context_parallel import LongspanContextParallel
 from longspan.hf.generate import LongspanGenerationMixin
 from longspan.layout import Packing, PaddedSpan
@@ -40,7 +40,7 @@ from longspan.models.transformer import Classifier, EncoderDecoder, LanguageMode
 from longspan.utils import write_atomically
 
 
-class LongspanPreTrainedModel(PreTrainedModel):
+class LongspanPreTrainedModel(SavedAsStub, PreTrainedModel):
     """Base class: `model` is a longspan model, and checkpoints are those of `longspan.save`.
 
     Args:
@@ -120,10 +120,6 @@ class LongspanPreTrainedModel(PreTrainedModel):
         if name is not None and is_sharded(Path(name)):
             raise ValueError(f"{name} is a checkpoint in shards: `longspan export {name} FOLDER` writes one to open")
         return super().from_pretrained(name, *arguments, **options)
-
-    @classmethod
-    def register_for_auto_class(cls, *_: Any, **__: Any) -> None:
-        """Do nothing: a saved folder has a stub that imports longspan, not a copy of this file."""
 
     def get_parameter(self, target: str) -> Any:
         """Return a parameter, or a buffer: transformers marks tied tensors, and layers may share a random table."""
