@@ -1,4 +1,4 @@
-"""What calls from Python cost: mechanisms, SDPA and a function that only allocates, in turns in one process."""
+"""Host overhead of mechanisms, SDPA and a function that only allocates, timed in turn in one process."""
 
 from __future__ import annotations
 

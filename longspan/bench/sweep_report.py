@@ -1,4 +1,4 @@
-"""What a sweep shows: ratios to full attention, cliffs, and a heat map."""
+"""The report of a sweep: ratios to full attention, cliffs, and a heat map."""
 
 from __future__ import annotations
 

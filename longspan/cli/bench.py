@@ -1,4 +1,4 @@
-"""`longspan bench`."""
+"""The command `longspan bench`: run benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`longspan generate`."""
+"""The command `longspan generate`: continue a text."""
 
 from __future__ import annotations
 

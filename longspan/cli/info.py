@@ -1,4 +1,4 @@
-"""`longspan info`."""
+"""The command `longspan info`: show versions, devices, mechanisms and models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`longspan serve`."""
+"""The command `longspan serve`: serve a model over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `decay` and `delta` share: a memory whose contents fade, and its state."""
+"""The base class of `decay` and `delta`, gated memories, and their state."""
 
 from __future__ import annotations
 
