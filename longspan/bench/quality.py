@@ -242,7 +242,7 @@ class QualitySubject(Subject):
         return Measurement("ok", peak_mb=peak, memory="torch.cuda.max_memory_allocated", metrics=metrics)
 
     def _flags(self, case: Case, folder: Path) -> dict[str, Any]:
-        from longspan.train.data.readers import open_decompressed
+        from longspan.train.data.containers import open_decompressed
 
         with open_decompressed(Path(self.data)) as file:
             text = file.read()
