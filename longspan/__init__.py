@@ -1,4 +1,4 @@
-"""longspan: attention that does not cost n²."""
+"""longspan: sequence mixing in linear time."""
 
 from __future__ import annotations
 

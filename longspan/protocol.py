@@ -566,7 +566,7 @@ class Mechanism(nn.Module, ABC):
             transition: Whether the state also carries its transition where merging needs one; mechanisms whose states
                 always merge have nothing to add.
             device: Where its tensors are.
-            dtype: The widest dtype of the inputs, float32 unless given; sums are kept in float32 at least. Narrower
+            dtype: The widest dtype of the inputs, float32 unless given; sums are float32 at least. Narrower
                 inputs are accepted too, and outputs have the inputs' dtype.
 
         Raises:
@@ -629,7 +629,7 @@ class Mechanism(nn.Module, ABC):
         For mechanisms that can save work across the projections: Linformer compresses tokens before projecting them.
 
         Args:
-            layer: The layer that asks, with its projections.
+            layer: The calling layer, with its projections.
             x: (B, T, dim), the queries' tokens.
             source: (B, S, dim), the keys' tokens: x itself, or a context. Hidden tokens are zero.
             key_mask: (B, S) bool, True = keep.
@@ -847,7 +847,7 @@ class Mechanism(nn.Module, ABC):
         return out + (k.sum() + v.sum()) + q.new_zeros(self.value_dim)
 
     def _fits(self, q: Any, k: Any, v: Any, causal: bool) -> bool:
-        """Whether q, k and v, with nothing beside them, are right: one look in place of all checks, which take time."""
+        """Whether q, k and v, with no other arguments, are valid: one test in place of all checks, which take time."""
         if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)) or q.ndim != 4:
             return False
         B, T, heads, dim = q.shape

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.resources import files
@@ -27,7 +27,7 @@ _DISK_FULL = re.compile(
 
 
 def check_torch() -> None:
-    """Import torch and check its version, before a module that needs it fails in ways that do not say why.
+    """Import torch and check its version, before a module that needs it fails with an unclear error.
 
     Raises:
         ImportError: If it is too old.
@@ -71,6 +71,24 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
+def format_bytes(number: float) -> str:
+    """Return a number of bytes in KiB, MiB or GiB."""
+    for size, unit in ((2**30, "GiB"), (2**20, "MiB")):
+        if number >= size:
+            return f"{number / size:,.1f} {unit}"
+    return f"{number / 2**10:,.1f} KiB"
+
+
+def join_names(names: Sequence[str], most: int) -> str:
+    """Return the first names, separated by commas, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def plot_path(out: Path) -> Path:
+    """Return the path of the plot beside a results file."""
+    return out.with_suffix(".png") if out.suffix != ".png" else out.with_name(f"{out.name}.png")
+
+
 def choose_device(name: str | None) -> Any:
     """Return the torch.device for the value of --device; None: a GPU if there is one, otherwise the CPU.
 
@@ -91,7 +109,7 @@ def choose_device(name: str | None) -> Any:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Return whether an error, or one that it was raised from, says that a disk or a quota is full."""
+    """Return whether an error, or one that it was raised from, reports that a disk or a quota is full."""
     if error is None:
         return False
     full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _DISK_FULL.search(str(error)) is not None
@@ -99,7 +117,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory could not be allocated, on a CPU or a GPU."""
+    """Return whether an error reports that memory could not be allocated, on a CPU or a GPU."""
     worded = isinstance(error, RuntimeError) and ("out of memory" in str(error) or "t allocate memory" in str(error))
     return worded or isinstance(error, MemoryError)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from helpers import case_id, random_heads
 from torch import Tensor
 
 from longspan.layout import Packing
@@ -48,10 +49,7 @@ class Case:
     epsilon: float = 0.0
     algorithm: str | None = None
 
-    def __str__(self) -> str:
-        default = Case()
-        changed = {name: value for name, value in vars(self).items() if value != getattr(default, name)}
-        return "-".join(f"{name}={value}" for name, value in changed.items()) or "default"
+    __str__ = case_id
 
 
 @dataclass(frozen=True)
@@ -74,9 +72,7 @@ def arguments(case: Case, dtype: torch.dtype, device: str) -> Given:
         B, T, S = 1, sum(case.packed[0]), sum(case.packed[1])
 
     def inputs(tokens: int, heads: int, dim: int) -> Tensor:
-        if case.strided:
-            return torch.randn(B, heads, tokens + 1, dim + 3)[:, :, 1:, :dim].transpose(1, 2).to(device, dtype)
-        return torch.randn(B, tokens, heads, dim).to(device, dtype)
+        return random_heads((B, tokens, heads, dim), case.strided, dtype, device)
 
     q, k = inputs(T, case.H, case.D) * case.size, inputs(S, case.Hkv, case.D) * case.size
     v, d_out = inputs(S, case.Hkv, case.E), inputs(T, case.H, case.E)

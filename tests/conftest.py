@@ -1,4 +1,4 @@
-"""What holds for every test: one seed, fresh memory full of NaN, float32 products in full precision."""
+"""Marks and fixtures of all tests: one seed, fresh memory full of NaN, float32 products in full precision."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # NaN in fresh memory comes with deterministic algorithms; an op that has none of its own says so, and may run.
+    # NaN in fresh memory comes with deterministic algorithms; an op that has none warns, and may run.
     for item in items:
         item.add_marker(pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"))
-        # PyTorch's own, said once a process, where its compiler or forward-mode gradients are first used.
+        # PyTorch's own, emitted once a process, where its compiler or forward-mode gradients are first used.
         item.add_marker(pytest.mark.filterwarnings("ignore:.torch.jit.script.* is deprecated:DeprecationWarning"))
+        if item.path.parent.name == "gpu":
+            item.add_marker(pytest.mark.gpu)
+            item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 
 
 @pytest.fixture(autouse=True)

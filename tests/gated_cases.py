@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 import torch
-from helpers import within_tolerance
+from helpers import case_id, random_heads, within_tolerance
 from torch import Tensor
 
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved, _kernels, triton_algorithm
@@ -34,10 +34,7 @@ class Case:
     state: bool = True
     strided: bool = False
 
-    def __str__(self) -> str:
-        default = Case()
-        changed = {name: value for name, value in vars(self).items() if value != getattr(default, name)}
-        return "-".join(f"{name}={value}" for name, value in changed.items()) or "default"
+    __str__ = case_id
 
 
 Arguments = tuple[Tensor, Tensor | None, GatedInputs]
@@ -48,9 +45,7 @@ def arguments(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     B, T, H, Hkv, D, E = case.B, case.T, case.H, case.Hkv, case.D, case.E
 
     def inputs(heads: int, dim: int) -> Tensor:
-        if case.strided:
-            return torch.randn(B, heads, T + 1, dim + 3)[:, :, 1:, :dim].transpose(1, 2).to(device, dtype)
-        return torch.randn(B, T, heads, dim).to(device, dtype)
+        return random_heads((B, T, heads, dim), case.strided, dtype, device)
 
     q, k, v, d_out = inputs(H, D), inputs(Hkv, D), inputs(Hkv, E), inputs(H, E)
     if case.delta:

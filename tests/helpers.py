@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -291,6 +292,26 @@ def assert_close_to_truth(fast: Tensor, plain_same_dtype: Tensor, truth64: Tenso
     error, plain_error = ((x.double() - truth64).abs().max().item() for x in (fast, plain_same_dtype))
     ulp = torch.finfo(fast.dtype).eps * truth64.abs().max().item()
     assert error <= 2 * plain_error + ulp, f"{error:.3g} from the truth, plain PyTorch {plain_error:.3g}, ulp {ulp:.3g}"
+
+
+def case_id(case: Any) -> str:
+    """The fields of a case that differ from their defaults, as the id of a test."""
+    default = type(case)()
+    changed = {name: value for name, value in vars(case).items() if value != getattr(default, name)}
+    return "-".join(f"{name}={value}" for name, value in changed.items()) or "default"
+
+
+def random_heads(shape: tuple[int, int, int, int], strided: bool, dtype: torch.dtype, device: str) -> Tensor:
+    """Standard normal numbers (B, T, H, D); if strided, neither heads nor tokens are adjacent in memory."""
+    B, T, H, D = shape
+    if strided:
+        return torch.randn(B, H, T + 1, D + 3)[:, :, 1:, :D].transpose(1, 2).to(device, dtype)
+    return torch.randn(B, T, H, D).to(device, dtype)
+
+
+def refused(*parts: str, error: type[Exception] = ValueError) -> Any:
+    """pytest.raises for an error whose text holds these parts in this order."""
+    return pytest.raises(error, match=r"(?s)" + ".*".join(re.escape(part) for part in parts))
 
 
 def within_tolerance(draws: Iterable[Mapping[str, tuple[float, float, float]]]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
-from helpers import within_tolerance
+from helpers import case_id, random_heads, within_tolerance
 from torch import Tensor
 
 from longspan.mechanisms.performer import PerformerAttention
@@ -46,10 +46,7 @@ class Case:
     stateless: bool = False  # No sums before, none after.
     jump: float = 0.0  # How much larger the later half of the keys is, or their log scales.
 
-    def __str__(self) -> str:
-        default = Case()
-        changed = {name: value for name, value in vars(self).items() if value != getattr(default, name)}
-        return "-".join(f"{name}={value}" for name, value in changed.items()) or "default"
+    __str__ = case_id
 
 
 Arguments = tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]
@@ -60,9 +57,7 @@ def arguments(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     B, T, H, Hkv, D, E = case.B, case.T, case.H, case.Hkv, case.D, case.E
 
     def inputs(heads: int, dim: int) -> Tensor:
-        if case.strided:
-            return torch.randn(B, heads, T + 1, dim + 3)[:, :, 1:, :dim].transpose(1, 2).to(device, dtype)
-        return torch.randn(B, T, heads, dim).to(device, dtype)
+        return random_heads((B, T, heads, dim), case.strided, dtype, device)
 
     q, k, v, d_out = inputs(H, D) * case.size, inputs(Hkv, D) * case.size, inputs(Hkv, E), inputs(H, E)
     if case.feature_map == "identity" and case.normalize:

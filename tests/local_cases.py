@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from helpers import within_tolerance
+from helpers import random_heads, within_tolerance
 from torch import Tensor
 
 from longspan.layout import Packing
@@ -97,9 +97,7 @@ def arguments(case: Case, dtype: torch.dtype, device: str) -> tuple[Tensor, Wind
     S = T + case.past
 
     def inputs(length: int, heads: int, dim: int) -> Tensor:
-        if case.strided:
-            return torch.randn(B, heads, length + 1, dim + 3)[:, :, 1:, :dim].transpose(1, 2).to(device, dtype)
-        return torch.randn(B, length, heads, dim).to(device, dtype)
+        return random_heads((B, length, heads, dim), case.strided, dtype, device)
 
     q, k, v = inputs(T, H, D) * case.large, inputs(S, Hkv, D) * case.large, inputs(S, Hkv, E)
     mask = None

@@ -168,3 +168,25 @@ def older_names() -> Iterator[dict[str, Any]]:
 
     with redirect_imports(), use_device("cpu"):
         yield {"__name__": "__main__", "nn": nn}
+
+
+def assert_optimizer_continues(theirs: nn.Module, mine: nn.Module, x: Tensor) -> None:
+    """The state of Adam after some steps of the original continues with our model, to the same weights."""
+    optimizer = torch.optim.Adam(theirs.parameters(), lr=1e-2)
+    for _ in range(3):
+        _step(theirs, optimizer, x)
+    mine.load_state_dict(theirs.state_dict())
+    resumed = torch.optim.Adam(mine.parameters(), lr=1e-2)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    _step(theirs, optimizer, x)
+    _step(mine, resumed, x)
+    for (name, p), (same, q) in zip(mine.named_parameters(), theirs.named_parameters(), strict=True):
+        assert name == same
+        # Adam divides by the size of a gradient, however small.
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def _step(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    net(x).square().mean().backward()
+    optimizer.step()

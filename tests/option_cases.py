@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers import assert_same
 from torch import Tensor
 
 from longspan import Mechanism, build_mechanism
@@ -51,10 +52,6 @@ def inputs(queries: int = T, keys: int | None = None, batch: int = B) -> tuple[T
     return q, k, v
 
 
-def same(got: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(got, expected, atol=1e-9, rtol=1e-9)
-
-
 def differ(a: Tensor, b: Tensor) -> None:
     assert (a - b).abs().max() > 1e-3
 
@@ -96,7 +93,7 @@ def check_dropout(name: str, **options: object) -> None:
     q, k, v = inputs(6, batch=1)
     for causal in (False, True):
         expected = plain(q, k, v, causal=causal)
-        same(dropped(q, k, v, causal=causal), expected)
+        assert_same(dropped(q, k, v, causal=causal), expected)
         dropped.train()
         many = dropped(*(x.expand(repeats, -1, -1, -1) for x in (q, k, v)), causal=causal)
         assert many.std(0).min() > 1e-3, "every output is touched"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,13 @@ def environment(device: str) -> dict[str, Any]:
         "versions": versions(),
         "commit": commit(),
     }
+
+
+def warn_if_busy(about: dict[str, Any]) -> None:
+    """Print a warning if other processes use the machine that `environment` described."""
+    load = about["machine"]["load"]
+    if load > cores() / 2:
+        print(f"this machine is busy (load {load:g} on {cores()} cores): times will be noisy", file=sys.stderr)
 
 
 def machine(device: str) -> dict[str, Any]:

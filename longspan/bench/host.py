@@ -1,4 +1,4 @@
-"""What calls from Python cost: mechanisms, SDPA and a function that only allocates, in turns in one process."""
+"""Host overhead of mechanisms, SDPA and a function that only allocates, timed in turn in one process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from longspan.bench.arguments import check_device
 from longspan.bench.environment import environment
-from longspan.bench.options import DEVICES
+from longspan.bench.jsonl import Row
 from longspan.bench.subjects.base import Case, random_qkv
 from longspan.bench.timing import cuda_graph, cuda_ms
 from longspan.mechanisms import build_mechanism
-from longspan.utils import choose, write_atomically
+from longspan.utils import write_atomically
 
-Row = dict[str, Any]
 Step = Callable[[], Any]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 SDPA = "PyTorch SDPA"
@@ -95,9 +95,7 @@ def run(options: HostOptions) -> list[Row]:
     Raises:
         ValueError: If there is no such device.
     """
-    choose("device", options.device, DEVICES)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("this PyTorch finds no CUDA device; use device cpu")
+    check_device(options.device)
     about = {"format": 1, **environment(options.device), "options": {**asdict(options), "out": None}}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-import torch
 
+from longspan.bench.arguments import check_device, check_positive
 from longspan.bench.environment import cores
 from longspan.bench.subjects.base import Case, MeasurementConfig, Subject
 from longspan.bench.subjects.gated import gated_subjects
@@ -22,7 +22,6 @@ from longspan.mechanisms import list_mechanisms
 from longspan.utils import choose
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-DEVICES = ("cpu", "cuda")
 COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune-no-cudagraphs")
 
 # Subjects, and what each one runs on.
@@ -89,7 +88,6 @@ class BenchOptions:
     def __post_init__(self) -> None:
         choose("subject", self.subject, [*SUBJECTS, *SUITES])
         choose("dtype", self.dtype, DTYPES)
-        choose("device", self.device, DEVICES)
         choose("compile mode", self.compile, COMPILE_MODES)
         if self.subject in CAUSAL_ONLY and self.causal is False:
             raise ValueError(f"bench {self.subject} measures causal models: leave out the option for bidirectional")
@@ -99,18 +97,13 @@ class BenchOptions:
             raise ValueError("autocast is an option of bench layers")
         if self.sections and self.subject not in SUITES:
             raise ValueError(f"sections is an option of the suites {', '.join(SUITES)}, got it for {self.subject}")
-        for name in ("heads", "head_dim", "batch", "depth", "rounds", "repeats", "threads", "timeout", "minutes"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} must be positive, got {value:g}")
-        if any(length <= 0 for length in self.lengths):
-            raise ValueError(f"lengths must be positive, got {', '.join(map(str, self.lengths))}")
+        check_positive(self, "lengths", "heads", "head_dim", "batch", "depth")
+        check_positive(self, "rounds", "repeats", "threads", "timeout", "minutes")
         if self.memory_limit is not None and self.memory_limit <= 0:
             raise ValueError(f"memory_limit must be a positive number of GB, got {self.memory_limit:g}")
         if self.subject == "gpu" and self.device != "cuda":
             raise ValueError(f"bench gpu measures on CUDA: set device to cuda, got {self.device}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("this PyTorch finds no CUDA device; use device cpu")
+        check_device(self.device)
 
     @property
     def is_suite(self) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from longspan.bench.arguments import check_device, check_positive, json_argument
 from longspan.bench.environment import environment
 from longspan.bench.jsonl import Row, append, prepare, read
 from longspan.bench.report import TextTable
@@ -30,7 +31,6 @@ from longspan.train.presets import PRESETS, half_local
 from longspan.utils import choose, printable
 
 HELD_OUT, SCORED = 2_000_000, 1_048_576  # bytes
-DEVICES = ("cpu", "cuda")
 Settings = dict[str, Any]
 SEPARATOR = "@"  # between a candidate and its recipe
 _NONE = {"optimizer": "adamw", "decay_type": "cosine", "model.ngrams": [], "model.zero_init_residual": False}
@@ -170,23 +170,15 @@ class QualityOptions:
         if not self.data:
             raise ValueError("bench quality trains on a text: give its file as data")
         choose("preset", self.preset, PRESETS)
-        choose("device", self.device, DEVICES)
         if not self.seeds or not self.contexts or len(self.contexts) != len(self.batch_sizes):
             raise ValueError(
                 f"give seeds, and one batch size for each context: got seeds {self.seeds}, contexts {self.contexts}, "
                 f"batch_sizes {self.batch_sizes}"
             )
-        for name in ("contexts", "batch_sizes"):
-            if any(value < 1 for value in getattr(self, name)):
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("seconds", "held_out", "eval_every", "jobs", "minutes"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} must be positive, got {value:g}")
+        check_positive(self, "contexts", "batch_sizes", "seconds", "held_out", "eval_every", "jobs", "minutes")
         for name in self.candidates:
             _settings(name, 8, 4096)
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("this PyTorch finds no CUDA device; use device cpu")
+        check_device(self.device)
 
 
 @dataclass(frozen=True)
@@ -250,7 +242,7 @@ class QualitySubject(Subject):
         return Measurement("ok", peak_mb=peak, memory="torch.cuda.max_memory_allocated", metrics=metrics)
 
     def _flags(self, case: Case, folder: Path) -> dict[str, Any]:
-        from longspan.train.data.readers import open_decompressed
+        from longspan.train.data.containers import open_decompressed
 
         with open_decompressed(Path(self.data)) as file:
             text = file.read()
@@ -424,17 +416,8 @@ def _logger(wait: Callable[[], None], device: str) -> Any:
     return _WaitAfterWarmUp()
 
 
-def main() -> None:
-    """Run the benchmark that the first argument describes."""
-    values = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    if "out" in values:
-        values["out"] = Path(values["out"])
-    run(QualityOptions(**values))
-
-
 if __name__ == "__main__":
     # A worker imports the classes by the module's name, not as __main__.
     from longspan.bench import quality
 
-    quality.main()
+    quality.run(quality.QualityOptions(**json_argument()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from longspan.bench.runner import SubjectResult
 from longspan.bench.subjects.base import Case
-from longspan.utils import render_template, write_atomically
+from longspan.utils import printable, render_template, write_atomically
 
 PEAK = "peak_mb"
 RATIO = "ratio: relative to the first row of each comparison; above 1, longspan needs less"
@@ -163,6 +163,16 @@ def plot(path: Path, comparisons: Comparisons) -> bool:
     figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
     write_atomically(path, to_png(figure, dpi=120))
     return True
+
+
+def plot_beside(out: Path, draw: Callable[[Path], bool]) -> str:
+    """Draw the plot of a results file, if there is one to draw, and return where both were written."""
+    picture = out.with_suffix(".png")
+    try:
+        written = f"{out} and {picture}" if draw(picture) else str(out)
+    except ImportError as error:
+        written = f"{out}, without a plot: {error}; pip install 'longspan[train]'"
+    return printable(f"written to {written}")
 
 
 def summary(results: Mapping[str, Comparisons]) -> list[dict[str, Any]]:

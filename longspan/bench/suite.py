@@ -11,9 +11,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from longspan.bench.environment import cores, environment
+from longspan.bench.environment import environment, warn_if_busy
 from longspan.bench.options import SUBJECTS, BenchOptions, Section, sections
-from longspan.bench.report import RATIO, Comparison, plot, remarks, save, summary_table, table, write_page
+from longspan.bench.report import RATIO, Comparison, plot, plot_beside, remarks, save, summary_table, table, write_page
 from longspan.bench.runner import SubjectResult, measure_rounds
 from longspan.bench.subjects.base import MeasurementConfig
 from longspan.utils import printable
@@ -42,9 +42,7 @@ def run(options: BenchOptions) -> dict[str, list[Comparison]]:
     config = options.measurement_config()
     about: dict[str, Any] = {"format": 1, **environment(options.device)}
     about |= {"options": {**asdict(options), "out": None}, "measurement": asdict(config), "ratios": RATIO}
-    load = about["machine"]["load"]
-    if load > cores() / 2:
-        print(f"this machine is busy (load {load:g} on {cores()} cores): times will be noisy", file=sys.stderr)
+    warn_if_busy(about)
     deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     titles = {section.name: _title(about, section) for section in planned}
     results: dict[str, list[Comparison]] = {}
@@ -127,12 +125,7 @@ def _show(comparisons: list[Comparison], title: str, file: Path) -> None:
     print(f"{title}\n\n{table(comparisons).markdown()}")
     for remark in remarks(comparisons):
         print(printable(remark))
-    picture = file.with_suffix(".png")
-    try:
-        written = f"{file} and {picture}" if plot(picture, comparisons) else str(file)
-    except ImportError as error:
-        written = f"{file}, without a plot: {error}; pip install 'longspan[train]'"
-    print(printable(f"written to {written}"), flush=True)
+    print(plot_beside(file, lambda path: plot(path, comparisons)), flush=True)
 
 
 def _title(about: dict[str, Any], section: Section) -> str:

@@ -24,8 +24,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from longspan.bench.environment import cores, environment
+from longspan.bench.arguments import check_device, check_positive
+from longspan.bench.environment import cores, environment, warn_if_busy
 from longspan.bench.jsonl import Row, append, prepare, read
+from longspan.bench.report import plot_beside
 from longspan.bench.subjects.base import (
     Case,
     Measurement,
@@ -41,10 +43,9 @@ from longspan.bench.sweep_report import KEY, cell_key, cliff_table, draw, find_c
 from longspan.bench.timing import CLOCKS
 from longspan.mechanisms import list_mechanisms
 from longspan.models.explain import explain
-from longspan.utils import choose, printable
+from longspan.utils import choose
 
 MODES = ("causal", "bidirectional")
-DEVICES = ("cpu", "cuda")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -56,7 +57,7 @@ BATCH = 4  # cells of each process, at most, that are compiled on CUDA before th
 
 
 class Grid(NamedTuple):
-    """Default values of a device, of each axis the most telling first."""
+    """Default values of a device, of each axis the most informative first."""
 
     lengths: tuple[int, ...]
     head_dims: tuple[int, ...]
@@ -127,7 +128,6 @@ class SweepOptions:
     again."""
 
     def __post_init__(self) -> None:
-        choose("device", self.device, DEVICES)
         for what, given, allowed in (
             ("mechanism", self.mechanisms, list(list_mechanisms())),
             ("mode", self.modes, MODES),
@@ -140,15 +140,9 @@ class SweepOptions:
             raise ValueError("the clock processor is for one thread of a CPU: set threads to 1, or use the clock wall")
         if not self.modes:
             raise ValueError(f"modes must name one of {', '.join(MODES)}")
-        for name in ("lengths", "head_dims", "heads", "num_features", "windows", "ranks"):
-            if any(value < 1 for value in getattr(self, name)):
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("tokens", "minutes", "repeats", "threads", "jobs", "timeout"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} must be positive, got {value:g}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("this PyTorch finds no CUDA device; use device cpu")
+        check_positive(self, "lengths", "head_dims", "heads", "num_features", "windows", "ranks")
+        check_positive(self, "tokens", "minutes", "repeats", "threads", "jobs", "timeout")
+        check_device(self.device)
 
     def sizes(self, mechanism: str) -> tuple[int | None, ...]:
         """Return the values of the option of a mechanism that is varied; (None,) if it has none."""
@@ -256,9 +250,7 @@ def run(options: SweepOptions) -> list[Row]:
     about = environment(options.device)
     about |= {"threads": options.threads or cores(), "clock": options.clock}
     done, missing = {cell_key(row) for row in rows}, set()
-    load = about["machine"]["load"]
-    if load > cores() / 2:
-        print(f"this machine is busy (load {load:g} on {cores()} cores): times will be noisy", file=sys.stderr)
+    warn_if_busy(about)
     cells, measured = [], 0
     for cell in plan(options):
         if (why := cell.subject.unavailable(cell.case)) is not None:
@@ -292,12 +284,7 @@ def _show(rows: Sequence[Row], out: Path) -> None:
         print(f"{len(found)} cliffs\n\n{cliff_table(found).markdown()}\n{grouped_cliff_table(rows).markdown()}")
     else:
         print("no cliffs")
-    picture = out.with_suffix(".png")
-    try:
-        written = f"{out} and {picture}" if draw(picture, rows) else str(out)
-    except ImportError as error:
-        written = f"{out}, without a heat map: {error}; pip install 'longspan[train]'"
-    print(printable(f"written to {written}"))
+    print(plot_beside(out, lambda path: draw(path, rows)))
 
 
 def _figures(found: Measurement) -> Row:
@@ -378,7 +365,7 @@ class SweepWorker:
         self._since = time.monotonic()
 
     def ask(self, what: str, cell: Cell) -> None:
-        """Start to prepare or to time a cell, after those asked for before."""
+        """Start to prepare or to time a cell, after those requested before."""
         if not self._asked:
             self._since = time.monotonic()
         self._asked.append((what, cell))

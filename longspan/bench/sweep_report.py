@@ -1,4 +1,4 @@
-"""What a sweep shows: ratios to full attention, cliffs, and a heat map."""
+"""The report of a sweep: ratios to full attention, cliffs, and a heat map."""
 
 from __future__ import annotations
 
@@ -168,12 +168,12 @@ def summary_table(rows: Sequence[Row]) -> TextTable:
     return TextTable(header, body, text_columns=2)
 
 
-def speed_table(rows: Sequence[Row], dims: Sequence[int] = (64, 128)) -> TextTable:
+def speed_table(rows: Sequence[Row]) -> TextTable:
     """Return how many times as fast as full attention causal mechanisms are, forward and backward, by shape."""
     found, speeds = ratios(rows), {}
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        if cell_key(row) in found and row["case"]["causal"] and row["case"]["head_dim"] in dims:
+        if cell_key(row) in found and row["case"]["causal"] and row["case"]["head_dim"] in (64, 128):
             groups.setdefault(row["name"], []).append(row)
     for name, group in groups.items():
         for row in _most_common(group):
@@ -206,7 +206,7 @@ def _worst(cliffs: Sequence[Cliff]) -> str:
     return f"{count}: {factor}{case['length']} × {case['head_dim']}"
 
 
-def panels(rows: Sequence[Row], step: str = "forward_backward_ms") -> dict[str, list[list[float]]]:
+def panels(rows: Sequence[Row]) -> dict[str, list[list[float]]]:
     """Return for each mechanism and mode [tokens, head dimension, time relative to full attention] of its cells.
 
     Of heads, sizes and dtypes a panel has the values of most of its cells.
@@ -221,7 +221,8 @@ def panels(rows: Sequence[Row], step: str = "forward_backward_ms") -> dict[str, 
         kept = _most_common(group)
         title = f"{kept[0]['name']}, {'causal' if causal else 'bidirectional'}"
         shown[title] = [
-            [row["case"]["length"], row["case"]["head_dim"], round(found[cell_key(row)][step], 3)] for row in kept
+            [row["case"]["length"], row["case"]["head_dim"], round(found[cell_key(row)]["forward_backward_ms"], 3)]
+            for row in kept
         ]
     return shown
 

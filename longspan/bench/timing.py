@@ -10,6 +10,7 @@ import torch
 
 # Processor time does not count what other processes take of a busy machine.
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
+_PROFILED, _MOST_KERNELS = 3, 24  # calls that are profiled, and kernels that are recorded
 _L2_FLUSH_BYTES = 1 << 28  # larger than any L2 cache
 # On the CPU the call that measures peak memory also warms up.
 _WARM_UP_CALLS = {"cpu": 1, "cuda": 3}
@@ -98,19 +99,19 @@ def cuda_graph(step: Callable[[], Any]) -> Callable[[], None]:
     return graph.replay
 
 
-def kernel_ms(step: Callable[[], Any], calls: int = 3, limit: int = 24) -> dict[str, list[float]]:
+def kernel_ms(step: Callable[[], Any]) -> dict[str, list[float]]:
     """Profile a step on the GPU.
 
     Returns:
         By kernel name [milliseconds, launches] per call, for the kernels that take the most time.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
-        for _ in range(calls):
+        for _ in range(_PROFILED):
             step()
         torch.cuda.synchronize()
     kernels = sorted(profile.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
     return {
-        kernel.key[:100]: [round(kernel.self_device_time_total / 1e3 / calls, 5), kernel.count / calls]
-        for kernel in kernels[:limit]
+        kernel.key[:100]: [round(kernel.self_device_time_total / 1e3 / _PROFILED, 5), kernel.count / _PROFILED]
+        for kernel in kernels[:_MOST_KERNELS]
         if kernel.self_device_time_total > 0
     }

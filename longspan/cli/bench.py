@@ -1,13 +1,13 @@
-"""`longspan bench`."""
+"""The command `longspan bench`: run benchmarks."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, Positional
@@ -40,56 +40,39 @@ class BenchFlags(BenchOptions):
 
 def main(argv: Sequence[str]) -> None:
     """Run the command."""
-    if argv and argv[0] in ("host", "quality", "recall", "sweep"):
-        _append_results(argv[0], argv[1:])
-        return
-    if argv and argv[0] == "serve":
-        _serve(argv[1:])
-        return
+    try:
+        failure = _run(argv)
+    except KeyboardInterrupt:
+        print("longspan: interrupted; results measured before are written", file=sys.stderr)
+        raise SystemExit(130) from None
+    if failure:
+        raise SystemExit(1)
+
+
+def _run(argv: Sequence[str]) -> bool:
+    """Run a benchmark; return whether a result is wrong."""
+    if argv and argv[0] in ("host", "quality", "recall", "serve", "sweep"):
+        from longspan.bench import host, quality, recall, serve, sweep
+
+        runs: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+            "host": (host.HostOptions, host.run),
+            "quality": (quality.QualityOptions, quality.run),
+            "recall": (recall.RecallOptions, recall.run),
+            "serve": (serve.ServeBenchOptions, serve.run),
+            "sweep": (sweep.SweepOptions, sweep.run),
+        }
+        options, start = runs[argv[0]]
+        result = start(parse(options, argv[1:], f"bench {argv[0]}"))
+        return isinstance(result, serve.ServeResult) and result.failed
     flags = parse(BenchFlags, _with_compile_mode(argv), "bench")
     if flags.subject == "tables":
         from longspan.bench.tables import update
 
         update(Path.cwd())
-        return
+        return False
     values = {field.name: getattr(flags, field.name) for field in dataclasses.fields(BenchOptions)}
     values["causal"] = flags.causal if flags.causal or flags.bidirectional else None
-    try:
-        results = run(BenchOptions(**values))
-    except KeyboardInterrupt:
-        print("longspan: interrupted; results measured before are written", file=sys.stderr)
-        raise SystemExit(130) from None
-    if failed(results):
-        raise SystemExit(1)
-
-
-def _append_results(subject: str, argv: Sequence[str]) -> None:
-    from longspan.bench import host, quality, recall, sweep
-
-    try:
-        if subject == "host":
-            host.run(parse(host.HostOptions, argv, "bench host"))
-        elif subject == "quality":
-            quality.run(parse(quality.QualityOptions, argv, "bench quality"))
-        elif subject == "recall":
-            recall.run(parse(recall.RecallOptions, argv, "bench recall"))
-        else:
-            sweep.run(parse(sweep.SweepOptions, argv, "bench sweep"))
-    except KeyboardInterrupt:
-        print("longspan: interrupted; the results measured before are written", file=sys.stderr)
-        raise SystemExit(130) from None
-
-
-def _serve(argv: Sequence[str]) -> None:
-    from longspan.bench import serve
-
-    try:
-        result = serve.run(parse(serve.ServeBenchOptions, argv, "bench serve"))
-    except KeyboardInterrupt:
-        print("longspan: interrupted; the results of finished rounds are written", file=sys.stderr)
-        raise SystemExit(130) from None
-    if result.failed:
-        raise SystemExit(1)
+    return failed(run(BenchOptions(**values)))
 
 
 def _with_compile_mode(argv: Sequence[str]) -> list[str]:

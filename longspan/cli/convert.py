@@ -1,4 +1,4 @@
-"""`longspan convert`."""
+"""The command `longspan convert`: convert a checkpoint of an older library."""
 
 from __future__ import annotations
 

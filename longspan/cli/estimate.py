@@ -1,4 +1,4 @@
-"""`longspan estimate`."""
+"""The command `longspan estimate`: estimate a training step on many GPUs."""
 
 from __future__ import annotations
 

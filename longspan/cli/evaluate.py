@@ -1,4 +1,4 @@
-"""`longspan eval`."""
+"""The command `longspan eval`: evaluate a model, or mechanisms on synthetic tasks."""
 
 from __future__ import annotations
 

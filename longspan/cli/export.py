@@ -1,4 +1,4 @@
-"""`longspan export`."""
+"""The command `longspan export`: write the model of a run to a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`longspan generate`."""
+"""The command `longspan generate`: continue a text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from longspan.generation.tokenization import TextCodec
 from longspan.models.adapter import ADAPTER_CONFIG
 from longspan.models.checkpoint import CONFIG, find_checkpoint, load, read_committed
 from longspan.models.transformer import LanguageModel
-from longspan.utils import choose_device, printable, read_json
+from longspan.utils import choose_device, format_bytes, printable, read_json
 
 MAX_PROMPT = 1 << 28  # bytes
 
@@ -142,11 +142,6 @@ def _load_decoder(folder: Path, device: torch.device | None, adapter: Path | Non
 
         model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
     return to_language_model(model).to(device)
-
-
-def format_bytes(number: int) -> str:
-    """Return a number of bytes in KiB or MiB."""
-    return f"{number / 1024:,.1f} KiB" if number < 1024**2 else f"{number / 1024**2:,.1f} MiB"
 
 
 def _check_batch(batch: int, session: Session) -> None:

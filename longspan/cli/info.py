@@ -1,4 +1,4 @@
-"""`longspan info`."""
+"""The command `longspan info`: show versions, devices, mechanisms and models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tyro.conf import FlagCreatePairsOff
 from longspan import __version__
 from longspan.cli import worded
 from longspan.cli.arguments import parse
-from longspan.cli.generate import format_bytes, is_decoder, load_model
+from longspan.cli.generate import is_decoder, load_model
 from longspan.mechanisms import list_mechanisms, mechanism_options
 from longspan.models.adapter import ADAPTER_CONFIG, read_adapter
 from longspan.models.checkpoint import CONFIG, find_checkpoint, load, read_committed
@@ -25,7 +25,7 @@ from longspan.models.explain import explain
 from longspan.models.transformer import Classifier, EncoderDecoder, LanguageModel
 from longspan.ops.common.dispatch import KERNELS, why_no_triton
 from longspan.train.presets import half_local
-from longspan.utils import printable, read_json
+from longspan.utils import format_bytes, printable, read_json
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class InfoFlags:
     model: Path | None = None
     """Checkpoint folder of a model to describe; also without --model."""
     why: FlagCreatePairsOff[bool] = False
-    """Tell which implementation runs a call of the following shape, and why. No GPU is needed for --device cuda."""
+    """Report which implementation runs a call of the following shape, and why. No GPU is needed for --device cuda."""
     mechanisms: tuple[str, ...] = ()
     """Mechanisms to explain. By default all of them."""
     options: str = "{}"

@@ -1,4 +1,4 @@
-"""`longspan linearize`."""
+"""The command `longspan linearize`: replace the softmax attention of a pretrained model."""
 
 from __future__ import annotations
 

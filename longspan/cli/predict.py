@@ -1,4 +1,4 @@
-"""`longspan predict`."""
+"""The command `longspan predict`: write the predictions of a model as CSV."""
 
 from __future__ import annotations
 

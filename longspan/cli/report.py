@@ -1,4 +1,4 @@
-"""`longspan report`."""
+"""The command `longspan report`: write an HTML report of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`longspan run`. Options are parsed by hand: what follows the script belongs to the script."""
+"""The command `longspan run`. Its options are parsed by hand: what follows the script belongs to the script."""
 
 from __future__ import annotations
 

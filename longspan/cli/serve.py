@@ -1,4 +1,4 @@
-"""`longspan serve`."""
+"""The command `longspan serve`: serve a model over HTTP."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Literal
 from tyro.conf import UseAppendAction
 
 from longspan.cli.arguments import check_at_least, parse
-from longspan.cli.generate import format_bytes, load_codec, load_model
+from longspan.cli.generate import load_codec, load_model
 from longspan.generation.tokenization import TOKENIZER, TextCodec
 from longspan.models.checkpoint import find_checkpoint, read_committed
 from longspan.models.transformer import LanguageModel
 from longspan.serve.engine import Engine
-from longspan.utils import choose_device, printable
+from longspan.utils import choose_device, format_bytes, printable
 
 if TYPE_CHECKING:
     from longspan.generation.chat_template import ChatTemplate
@@ -132,7 +132,7 @@ def main(argv: Sequence[str]) -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
     with build_server(flags) as server:
         gc.collect()
-        gc.freeze()  # Collections stop all threads: they need not look at what was made before the first request.
+        gc.freeze()  # Collections stop all threads: exclude from them what exists before the first request.
         _announce(server, flags)
         try:
             server.run()

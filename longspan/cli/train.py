@@ -1,4 +1,4 @@
-"""`longspan train`."""
+"""The command `longspan train`: train a model."""
 
 from __future__ import annotations
 

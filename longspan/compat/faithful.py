@@ -1,4 +1,4 @@
-"""Choose between the originals' answers and mended ones."""
+"""Choose between the originals' results and corrected ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def faithful(enabled: bool = True) -> Iterator[None]:
     Models that were built with `faithful=` keep what they were given.
 
     Args:
-        enabled: False restores mended models inside an outer block.
+        enabled: False restores corrected models inside an outer block.
     """
     token = _faithful.set(enabled)
     try:

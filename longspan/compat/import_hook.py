@@ -204,7 +204,7 @@ class _RedirectFinder(MetaPathFinder):
         return ModuleSpec(fullname, _RedirectLoader(name), is_package=not submodule) if found else None
 
     def _keeps(self, package: str) -> bool:
-        """Return whether a package is left to the project's own copy, and say so the first time."""
+        """Return whether a package is left to the project's own copy, and print a message the first time."""
         if self.replace:
             return False
         if package not in self.kept:

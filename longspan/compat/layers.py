@@ -116,3 +116,8 @@ def as_bool(mask: Tensor | None) -> Tensor | None:
 def inverse_frequencies(dim: int, base: float = 10000.0) -> Tensor:
     """Return the float32 frequencies (dim / 2,) that the originals save; longspan computes its angles in float64."""
     return base ** -(torch.arange(0, dim, 2) / dim)
+
+
+def zero_fill(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Set tokens of x (B, T, dim) outside a mask (B, T) to zero: NaN there would reach the gradients of the weights."""
+    return x if mask is None else x.masked_fill(~mask[..., None], 0)

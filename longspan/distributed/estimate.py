@@ -117,9 +117,9 @@ class TrainingLoad:
     chunk_length: int | None = None
 
 
-def load_figures(path: Path = FIGURES) -> dict[str, Any]:
+def load_figures() -> dict[str, Any]:
     """Return the measured figures."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(FIGURES.read_text(encoding="utf-8"))
 
 
 def estimate(work: TrainingLoad, shape: MeshShape, hardware: Hardware, figures: dict[str, Any]) -> Step:

@@ -41,6 +41,22 @@ class Run(NamedTuple):
     bounds: tuple[int, int]  # of the sequence, in slots of all ranks
 
 
+class _Inputs(NamedTuple):
+    """The arguments of `Shard.attend`."""
+
+    mechanism: Mechanism
+    queries: Queries
+    k: Tensor
+    v: Tensor
+    gates: Tensor | None
+    key_mask: Tensor | None
+
+    def at(self, slots: slice) -> _Inputs:
+        """Return those of some of the keys."""
+        gates, mask = (None if x is None else x[:, slots] for x in (self.gates, self.key_mask))
+        return self._replace(k=self.k[:, slots], v=self.v[:, slots], gates=gates, key_mask=mask)
+
+
 class Shard:
     """The pieces of a batch, in the order of the ranks, which may have different lengths and be empty.
 
@@ -160,19 +176,20 @@ class Shard:
         """
         if self.masked and getattr(mechanism, "keep_slots", False):
             raise ValueError("keep_slots=True with key_mask cannot be divided over ranks: pass rows without padding")
+        inputs = _Inputs(mechanism, queries, k, v, gates, key_mask)
         if causal:
-            return self._attend_causal(mechanism, queries, k, v, gates, key_mask, None)[0]
+            return self._attend_causal(inputs, None)[0]
         if mechanism.supports_cross:
-            return self._attend_all(mechanism, queries, k, v, gates, key_mask)
+            return self._attend_all(inputs)
         if isinstance(mechanism, SplitAttention):
             parts = zip(mechanism._queries(queries()), mechanism._divide(k, v, gates), strict=True)
             options: dict[str, Any] = {"causal": False, "key_mask": key_mask}
             return torch.cat([self.attend(m, lambda q=q: q, k, v, g, **options) for q, (m, k, v, g) in parts], 2)  # type: ignore[misc]
         if mechanism.reach is not None:
-            return self._attend_window(mechanism, queries, k, v, gates, key_mask)
+            return self._attend_window(inputs)
         if mechanism.sums_directions:
-            return self._attend_both_directions(mechanism, queries, k, v, gates, key_mask)
-        return self._attend_gathered(mechanism, queries(), k, v, gates, key_mask)
+            return self._attend_both_directions(inputs)
+        return self._attend_gathered(inputs)
 
     def extend(
         self,
@@ -187,7 +204,7 @@ class Shard:
     ) -> tuple[Tensor, S]:
         """Compute causal attention as `attend` does, after a state; also return the state after all ranks' tokens."""
         mechanism.check_state(state, len(k), k.dtype)
-        out, after = self._attend_causal(mechanism, queries, k, v, gates, key_mask, state)
+        out, after = self._attend_causal(_Inputs(mechanism, queries, k, v, gates, key_mask), state)
         assert isinstance(after, type(state))
         return out, after
 
@@ -241,49 +258,32 @@ class Shard:
         for tensor in tensors:
             dist.broadcast(tensor, group=self.group, group_src=0)
 
-    def _attend_causal(
-        self,
-        mechanism: Mechanism,
-        queries: Queries,
-        k: Tensor,
-        v: Tensor,
-        gates: Tensor | None,
-        key_mask: Tensor | None,
-        past: State | None,
-    ) -> tuple[Tensor, State | None]:
+    def _attend_causal(self, inputs: _Inputs, past: State | None) -> tuple[Tensor, State | None]:
         """Pass on the state of the last sequence of each piece; in a packed piece only the first one has a past."""
-        runs = self._tails
-        wait = self._start_states([self._write(mechanism, runs, k, v, gates, key_mask)], [runs])
-        q, mine = queries(), self._head
-        given = {"gates": None if gates is None else gates[:, mine.slots], "start": mine.starts}
-        mask = None if key_mask is None else key_mask[:, mine.slots]
-        finish = mechanism.defer(q[:, mine.slots], k[:, mine.slots], v[:, mine.slots], key_mask=mask, **given)
-        rest = self._packed(mechanism, q, k, v, gates, mine.slots.stop, q.shape[1], causal=True)
+        runs, mechanism = self._tails, inputs.mechanism
+        wait = self._start_states([self._write(inputs, runs)], [runs])
+        q, mine = inputs.queries(), self._head
+        own = inputs.at(mine.slots)
+        given = {"gates": own.gates, "start": mine.starts}
+        finish = mechanism.defer(q[:, mine.slots], own.k, own.v, key_mask=own.key_mask, **given)
+        rest = self._packed(inputs, q, mine.slots.stop, q.shape[1], causal=True)
         (states,), anchor = wait()
-        empty = self._empty(mechanism, k, mine.starts.new_zeros(len(mine.starts))) if past is None else past
+        empty = self._empty(inputs, mine.starts.new_zeros(len(mine.starts))) if past is None else past
         before = self._merged(empty, states, runs, mine.sequence, slice(0, self.rank))
         out = torch.cat([finish(before), *rest], 1) + anchor
         after = None if past is None else self._merged(before, states, runs, mine.sequence, slice(self.rank, None))
         return out, after
 
-    def _attend_all(
-        self,
-        mechanism: Mechanism,
-        queries: Queries,
-        k: Tensor,
-        v: Tensor,
-        gates: Tensor | None,
-        key_mask: Tensor | None,
-    ) -> Tensor:
+    def _attend_all(self, inputs: _Inputs) -> Tensor:
         """Merge the states of all ranks and read them."""
-        runs = self._end_runs
-        wait = self._start_states([self._write(mechanism, runs, k, v, gates, key_mask)], [runs])
-        q = queries()
-        middle = self._middle(mechanism, q, k, v, gates)
+        runs, mechanism = self._end_runs, inputs.mechanism
+        wait = self._start_states([self._write(inputs, runs)], [runs])
+        q = inputs.queries()
+        middle = self._middle(inputs, q)
         (states,), anchor = wait()
         outs = []
         for run in runs[self.rank]:
-            empty = self._empty(mechanism, k, run.starts.new_zeros(len(run.starts)))
+            empty = self._empty(inputs, run.starts.new_zeros(len(run.starts)))
             # Queries of another sequence, the context's reader, have a length of their own.
             mine = q if self.packing is None else q[:, run.slots]
             merged = self._merged(empty, states, runs, run.sequence, slice(None))
@@ -291,31 +291,19 @@ class Shard:
             outs.append(mechanism.read(merged, mine) if some else mine.new_zeros(*mine.shape[:3], mechanism.value_dim))
         return torch.cat([outs[0], *middle, *outs[1:]], 1) + anchor
 
-    def _attend_both_directions(
-        self,
-        mechanism: Mechanism,
-        queries: Queries,
-        k: Tensor,
-        v: Tensor,
-        gates: Tensor | None,
-        key_mask: Tensor | None,
-    ) -> Tensor:
+    def _attend_both_directions(self, inputs: _Inputs) -> Tensor:
         """Take a state of the tokens before, and one of those after, written in reverse order."""
         runs, reversed_runs = self._end_runs, self._end_runs_reversed
-        written = self._write(mechanism, runs, k, v, gates, key_mask, ordered=False)
-        written_reversed = self._write(mechanism, reversed_runs, k, v, gates, key_mask, ordered=False, reverse=True)
+        written = self._write(inputs, runs, ordered=False)
+        written_reversed = self._write(inputs, reversed_runs, ordered=False, reverse=True)
         wait = self._start_states([written, written_reversed], [runs, reversed_runs])
-        q = queries()
-        middle = self._middle(mechanism, q, k, v, gates)
-        finishes = []
-        for run in runs[self.rank]:
-            mask = None if key_mask is None else key_mask[:, run.slots]
-            mine = q[:, run.slots], k[:, run.slots], v[:, run.slots], None if gates is None else gates[:, run.slots]
-            finishes.append(_defer_bidirectional(mechanism, *mine, mask))
+        q = inputs.queries()
+        middle = self._middle(inputs, q)
+        finishes = [_defer_bidirectional(inputs.at(run.slots), q[:, run.slots]) for run in runs[self.rank]]
         (states, reversed_states), anchor = wait()
         outs = []
         for run, reversed_run, finish in zip(runs[self.rank], reversed_runs[self.rank], finishes, strict=True):
-            empty = self._empty(mechanism, k, run.starts.new_zeros(len(run.starts)))
+            empty = self._empty(inputs, run.starts.new_zeros(len(run.starts)))
             before = self._merged(empty, states, runs, run.sequence, slice(0, self.rank))
             after = self._merged(
                 empty, reversed_states, reversed_runs, reversed_run.sequence, slice(None, self.rank, -1)
@@ -323,23 +311,16 @@ class Shard:
             outs.append(finish(before, after))
         return torch.cat([outs[0], *middle, *outs[1:]], 1) + anchor
 
-    def _attend_window(
-        self,
-        mechanism: Mechanism,
-        queries: Queries,
-        k: Tensor,
-        v: Tensor,
-        gates: Tensor | None,
-        key_mask: Tensor | None,
-    ) -> Tensor:
+    def _attend_window(self, inputs: _Inputs) -> Tensor:
         """Take the keys and values in reach of the window, from as many ranks as hold them."""
+        mechanism, _, k, v, gates, key_mask = inputs
         assert mechanism.reach is not None
         back, ahead = mechanism.reach
         visible = (torch.ones_like(k[:, :, 0, 0]) if key_mask is None else key_mask.to(k.dtype))[..., None]
         parts = [x for x in (k, v, gates) if x is not None]
         wait = self._start_halo(torch.cat([*(x.flatten(2) for x in parts), visible], 2), back, ahead)
-        q = queries()
-        middle = self._middle(mechanism, q, k, v, gates)
+        q = inputs.queries()
+        middle = self._middle(inputs, q)
         wide = wait()
         outs = []
         for run in self._end_runs[self.rank]:
@@ -358,10 +339,10 @@ class Shard:
             outs.append(out[:, more + back : out.shape[1] - ahead])
         return torch.cat([outs[0], *middle, *outs[1:]], 1) + wide[:0].sum()
 
-    def _attend_gathered(
-        self, mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, key_mask: Tensor | None
-    ) -> Tensor:
+    def _attend_gathered(self, inputs: _Inputs) -> Tensor:
         """Gather keys and values of all ranks, for a mechanism that has no other way."""
+        mechanism, queries, k, v, gates, key_mask = inputs
+        q = queries()
         keys, values = self._concatenate(k), self._concatenate(v)
         every = None if gates is None else self._concatenate(gates)
         after = keys.shape[1] - self.offset - q.shape[1]
@@ -380,22 +361,12 @@ class Shard:
         pieces = gather(padded, self.group) if x.dtype == torch.bool else start_gather(padded, self.group)()
         return torch.cat([piece[:, :length] for piece, length in zip(pieces, self.lengths, strict=True)], 1)
 
-    def _write(
-        self,
-        mechanism: Mechanism,
-        runs: list[list[Run]],
-        k: Tensor,
-        v: Tensor,
-        gates: Tensor | None,
-        key_mask: Tensor | None,
-        *,
-        ordered: bool = True,
-        reverse: bool = False,
-    ) -> State:
+    def _write(self, inputs: _Inputs, runs: list[list[Run]], *, ordered: bool = True, reverse: bool = False) -> State:
         """Return a state with a row for each of this rank's runs, written from the first token or from the last.
 
         ordered: Whether a mechanism that cannot write rows with holes may refuse them.
         """
+        mechanism, _, k, v, gates, key_mask = inputs
         longest = max(run.slots.stop - run.slots.start for there in runs for run in there)
         visible = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
         mine = runs[self.rank]
@@ -415,7 +386,7 @@ class Shard:
             held, keys, values, own = close_holes(mask, keys, values, own)
             mask = torch.arange(longest, device=k.device) < held[:, None]
         starts = torch.cat([run.starts for run in mine])
-        state = self._empty(mechanism, k, starts, transition=True)
+        state = self._empty(inputs, starts, transition=True)
         return mechanism.write(state, keys, values, gates=own, key_mask=mask)
 
     def _start_states(
@@ -486,32 +457,20 @@ class Shard:
         found = torch.take_along_dim(recent, index.clamp(0, s - 1)[..., None], 1)
         return found.masked_fill(((index < 0) | (index >= s))[..., None], 0)
 
-    def _middle(self, mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None) -> list[Tensor]:
+    def _middle(self, inputs: _Inputs, q: Tensor) -> list[Tensor]:
         """Compute the sequences of a packed piece that lie inside it, between its first and its last."""
         if self.packing is None:
             return []
         head, tail = self._end_runs[self.rank]
-        return self._packed(mechanism, q, k, v, gates, head.slots.stop, tail.slots.start, causal=False)
+        return self._packed(inputs, q, head.slots.stop, tail.slots.start, causal=False)
 
-    def _packed(
-        self,
-        mechanism: Mechanism,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: Tensor | None,
-        begin: int,
-        end: int,
-        *,
-        causal: bool,
-    ) -> list[Tensor]:
+    def _packed(self, inputs: _Inputs, q: Tensor, begin: int, end: int, *, causal: bool) -> list[Tensor]:
         """Compute the sequences from slot `begin` to `end` of a packed piece without other ranks."""
         if self.packing is None or begin >= end:
             return []
-        slots = slice(begin, end)
-        own = None if gates is None else gates[:, slots]
-        packing = self._packing_of(begin, end)
-        return [mechanism(q[:, slots], k[:, slots], v[:, slots], gates=own, causal=causal, packing=packing)]
+        slots, packing = slice(begin, end), self._packing_of(begin, end)
+        own = inputs.at(slots)
+        return [own.mechanism(q[:, slots], own.k, own.v, gates=own.gates, causal=causal, packing=packing)]
 
     def _packing_of(self, begin: int, end: int) -> Packing:
         """Return the packing of slots begin … end of this rank's piece."""
@@ -588,14 +547,13 @@ class Shard:
         assert self.packing is not None
         return self.packing.offsets.long().cpu()
 
-    def _empty(self, mechanism: Mechanism, like: Tensor, start: Tensor, *, transition: bool = False) -> State:
-        options: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
-        return mechanism.new_state(len(start), start=start, transition=transition, **options)
+    def _empty(self, inputs: _Inputs, start: Tensor, *, transition: bool = False) -> State:
+        options: dict[str, Any] = {"device": inputs.k.device, "dtype": inputs.k.dtype}
+        return inputs.mechanism.new_state(len(start), start=start, transition=transition, **options)
 
 
-def _defer_bidirectional(
-    mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, key_mask: Tensor | None
-) -> Callable[[State, State], Tensor]:
+def _defer_bidirectional(inputs: _Inputs, q: Tensor) -> Callable[[State, State], Tensor]:
+    mechanism, _, k, v, gates, key_mask = inputs
     if 0 in q.shape[:2]:
         return lambda before, after: mechanism._empty_output(q, k, v)
     if key_mask is not None:

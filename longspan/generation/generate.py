@@ -17,7 +17,7 @@ from longspan.models.transformer import EncoderDecoder, LanguageModel
 from longspan.utils import check_integer
 
 Prompt = Tensor | Sequence[int] | Sequence[Sequence[int]]
-_AHEAD = 32  # steps on a GPU between two looks at whether every sequence has ended
+_AHEAD = 32  # steps on a GPU between two checks of whether every sequence has ended
 
 
 @dataclass
@@ -70,7 +70,7 @@ def generate(
     B = steps.batch_size
     result = Generated([[] for _ in range(B)], [[] for _ in range(B)])
     live = [True] * B
-    # Reading tokens waits for the GPU, so several steps run before each look, and a few tokens are thrown away.
+    # Reading tokens waits for the GPU, so several steps run before each check, and a few tokens are discarded.
     on_cpu = next(model.parameters()).device.type == "cpu"
     ahead = 1 if on_cpu else _AHEAD if stop or endings else max_tokens
     for start in range(0, max_tokens, max(ahead, 1)):

@@ -185,7 +185,7 @@ class Sampler:
 
 
 class SeededSampler(Sampler):
-    """Draws tokens as `Sampling` says, each sequence from its own seed, whatever else is in the batch.
+    """Draws tokens by the options of a `Sampling`, each sequence from its own seed, whatever else is in the batch.
 
     A token is where the cumulative probability passes a uniform number. These are drawn on the host, so that a seed
     gives the same numbers on any device.

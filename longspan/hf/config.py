@@ -13,7 +13,15 @@ from longspan.models.checkpoint import FORMAT, committed_folder, find_checkpoint
 from longspan.models.config import ModelConfig
 
 
-class LongspanConfig(PreTrainedConfig):
+class SavedAsStub:
+    """A mixin of classes whose code is not copied to saved folders: a stub there imports longspan."""
+
+    @classmethod
+    def register_for_auto_class(cls, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+
+class LongspanConfig(SavedAsStub, PreTrainedConfig):
     """The configuration of a longspan model in transformers; its config.json is the one that `longspan.save` writes.
 
     Args:
@@ -57,10 +65,6 @@ class LongspanConfig(PreTrainedConfig):
         options.pop("longspan", None)
         options.setdefault("is_encoder_decoder", "encoder" in self.arguments)
         super().__init__(**options)
-
-    @classmethod
-    def register_for_auto_class(cls, *_: Any, **__: Any) -> None:
-        """Do nothing: a saved folder has a stub that imports longspan, not a copy of this file."""
 
     @property
     def model(self) -> ModelConfig:

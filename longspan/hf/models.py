@@ -27,7 +27,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import can_return_tuple, is_peft_available
 
 from longspan.hf.cache import StateCache
-from longspan.hf.config import LongspanConfig, checkpoint_of
+from longspan.hf.config import LongspanConfig, SavedAsStub, checkpoint_of
 from longspan.hf.context_parallel import LongspanContextParallel
 from longspan.hf.generate import LongspanGenerationMixin
 from longspan.layout import Packing, PaddedSpan
@@ -40,7 +40,7 @@ from longspan.models.transformer import Classifier, EncoderDecoder, LanguageMode
 from longspan.utils import write_atomically
 
 
-class LongspanPreTrainedModel(PreTrainedModel):
+class LongspanPreTrainedModel(SavedAsStub, PreTrainedModel):
     """Base class: `model` is a longspan model, and checkpoints are those of `longspan.save`.
 
     Args:
@@ -121,10 +121,6 @@ class LongspanPreTrainedModel(PreTrainedModel):
             raise ValueError(f"{name} is a checkpoint in shards: `longspan export {name} FOLDER` writes one to open")
         return super().from_pretrained(name, *arguments, **options)
 
-    @classmethod
-    def register_for_auto_class(cls, *_: Any, **__: Any) -> None:
-        """Do nothing: a saved folder has a stub that imports longspan, not a copy of this file."""
-
     def get_parameter(self, target: str) -> Any:
         """Return a parameter, or a buffer: transformers marks tied tensors, and layers may share a random table."""
         try:
@@ -141,7 +137,7 @@ class LongspanPreTrainedModel(PreTrainedModel):
         raise ValueError("the vocabulary is part of ModelConfig: build a model with another vocab_size")
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> nn.Module:
-        """Change the vocabulary: rows of the embedding and of the output layer are kept, new ones are initialized.
+        """Change the vocabulary size: rows of the embedding and the output layer are copied, new ones are initialized.
 
         Args:
             new_num_tokens: The new number of tokens; None changes nothing.
@@ -401,7 +397,7 @@ class LongspanForSequenceClassification(LongspanPreTrainedModel):
         Args:
             input_ids: (B, T).
             attention_mask: (B, T), 0 for padding.
-            labels: (B,), or as num_labels and problem_type say.
+            labels: (B,), or as num_labels and problem_type require.
             **given: inputs_embeds, in place of input_ids; output_hidden_states, for the inputs of all layers and the
                 output of the last; others are refused unless None or False.
 
@@ -624,7 +620,7 @@ class _Encoder:
 
 @contextmanager
 def _recorded(model: LanguageModel, wanted: bool | None) -> Iterator[list[Tensor] | None]:
-    """Yield a list that the input of each layer is added to if wanted, None otherwise."""
+    """Yield a list that the input of each layer is added to if requested, None otherwise."""
     if not wanted:
         yield None
         return

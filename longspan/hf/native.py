@@ -236,7 +236,7 @@ class _Decoder:
     def _attention(self, attention: Any, residual: float) -> Tensors:
         """Return the tensors of an attention layer, by their names in longspan's."""
         norms = self.head_norms(attention)
-        # longspan's mechanisms divide scores by √D unless they are told another scale.
+        # longspan's mechanisms divide scores by √D unless another scale is given.
         swapped = isinstance(attention, SwappedAttention)
         factor = attention.query_scale if swapped else attention.scaling * self.head_dim**0.5
         q, *kv = self._projections(attention)

@@ -31,6 +31,7 @@ from transformers import (
 from transformers.cache_utils import CacheLayerMixin
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from longspan.hf.config import SavedAsStub
 from longspan.mechanisms.local import LocalAttention
 from longspan.models.checkpoint import CONFIG
 from longspan.models.hub import SWAPPED_MAP, write_stub
@@ -177,25 +178,17 @@ def _save_swapped(model: Any, save_directory: Any, **options: Any) -> None:
         write_atomically(path, json.dumps(config, indent=2) + "\n")
 
 
-class SwappedConfig(PreTrainedConfig):
+class SwappedConfig(SavedAsStub, PreTrainedConfig):
     """The configuration of a checkpoint that `swap_attention` changed; `base_model_type` is that of the original."""
 
     model_type = "longspan_swap"
 
-    @classmethod
-    def register_for_auto_class(cls, *_: Any, **__: Any) -> None:
-        """Do nothing: a saved folder has a stub that imports longspan, not a copy of this file."""
 
-
-class SwappedPreTrainedModel(PreTrainedModel):
+class SwappedPreTrainedModel(SavedAsStub, PreTrainedModel):
     """What an Auto class calls for such a checkpoint; the loaded model is of a class of the original's type."""
 
     config_class = SwappedConfig
     auto_class: Any
-
-    @classmethod
-    def register_for_auto_class(cls, *_: Any, **__: Any) -> None:
-        """Do nothing, as for `SwappedConfig`."""
 
     @classmethod
     def from_pretrained(cls, folder: Any, *_: Any, config: Any = None, **options: Any) -> Any:

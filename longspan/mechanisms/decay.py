@@ -1,4 +1,4 @@
-"""Linear attention that forgets: RetNet, Mamba-2 and gated linear attention (GLA)."""
+"""Linear attention with decay: RetNet, Mamba-2 and gated linear attention (GLA)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `decay` and `delta` share: a memory whose contents fade, and its state."""
+"""The base class of `decay` and `delta`, gated memories, and their state."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from longspan.ops.decode import (
     DecodeFunction,
     GateActivation,
     RotaryKind,
+    StepInputs,
     apply_rotary,
     copy_out,
     gated_decode_step,
@@ -241,7 +242,7 @@ class GatedMechanism(Mechanism):
             dispatch.record("decode step", dispatch.TORCH, f"a dimension over {dispatch.LARGEST}")
         if not large and why_not_triton(q, k, v, state.kv) is None:
             memory, how = (state.kv, state.log_decay), self._gate_activation()
-            return gated_decode_step(q, k, v, gates, memory, how, rotary=rotary, out=out, **options), state
+            return gated_decode_step(StepInputs(q, k, v, rotary, out), gates, memory, how, **options), state
         q, k = apply_rotary(rotary, q, k)
         log_decay, beta = self._visible_gates(gates, k, None)
         # Queries and keys in one tensor, for half the calls.

@@ -21,6 +21,7 @@ from longspan.ops.decode import (
     CurrentToken,
     DecodeFunction,
     RotaryKind,
+    StepInputs,
     linear_decode_step,
     linear_step,
     why_not_triton,
@@ -523,13 +524,12 @@ class LinearAttention(Mechanism):
             return super()._decode_step(state, q, k, v, gates, rotary, out)
         assert isinstance(phi, FusedMap)
         found = linear_decode_step(
-            *(q, k, v, state.sums),
+            StepInputs(q, k, v, rotary, out),
+            state.sums,
             feature_map=phi.kind,
             weight=phi.weight,
             normalize=self.normalize,
-            rotary=rotary,
             pending=next(((held.length, held.f, held.v, held.scale) for held in state.pending), None),
-            out=out,
         )
         return found if self.output_scale == 1 else found.mul_(self.output_scale), state
 

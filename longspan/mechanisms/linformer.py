@@ -35,6 +35,7 @@ from longspan.ops.decode import (
     CurrentToken,
     DecodeFunction,
     RotaryKind,
+    StepInputs,
     compressed_decode_step,
     compressed_step,
     why_not_triton,
@@ -312,13 +313,13 @@ class LinformerAttention(Mechanism):
         if not state.pending:
             self.check_length(int(state.length) + 1)
         out = compressed_decode_step(
-            *(q, k, v, (state.k, state.v), (self.keys.table, self.values.table)),
+            StepInputs(q, k, v, rotary, out),
+            (state.k, state.v),
+            (self.keys.table, self.values.table),
             length=state.length,
             biases=(self.keys.bias, self.values.bias),
             periodic=self.keys.periodic,
-            rotary=rotary,
             pending=next(((held.k, held.v, held.short_k, held.short_v) for held in state.pending), None),
-            out=out,
         )
         return out, state
 

@@ -17,6 +17,7 @@ from longspan.ops.decode import (
     CurrentToken,
     DecodeFunction,
     RotaryKind,
+    StepInputs,
     apply_rotary,
     copy_out,
     why_not_triton,
@@ -194,9 +195,8 @@ class LocalAttention(Mechanism):
             q, k = apply_rotary(rotary, q, k)
             return copy_out(self._step_exact(state, q, k, v), out), state
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        ring, length = (state.k, state.v), state.length
-        out = window_decode_step(q, k, v, ring, self.window, length=length, scale=scale, rotary=rotary, out=out)
-        return out, state
+        inputs, ring = StepInputs(q, k, v, rotary, out), (state.k, state.v)
+        return window_decode_step(inputs, ring, self.window, length=state.length, scale=scale), state
 
     def _step_exact(self, state: LocalState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write a token into its slot and attend over the filled slots: an exact window is the whole ring buffer."""

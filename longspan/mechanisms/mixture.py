@@ -22,6 +22,7 @@ from longspan.ops.decode import (
     CurrentToken,
     DecodeFunction,
     RotaryKind,
+    StepInputs,
     apply_rotary,
     copy_out,
     mixture_decode_step,
@@ -260,15 +261,15 @@ class MixtureAttention(Mechanism):
         phi = self.memory.feature_map
         learned = (phi.query_weight, phi.key_weight) if isinstance(phi, Hedgehog) else (None, None)
         out = mixture_decode_step(
-            *(q, k, v, (local.k, local.v), (memory.kv, memory.z)),
+            StepInputs(q, k, v, rotary, out),
+            (local.k, local.v),
+            (memory.kv, memory.z),
             feature_map=phi.kind if isinstance(phi, FusedMap) else "hedgehog",
             weights=learned,
             mix=(self.mix_weight, self.mix_bias),
             sink=(self.sink_weight, self.sink_bias, self.sink_value) if self.sink else None,
             length=state.length,
             scale=self._scale,
-            rotary=rotary,
-            out=out,
         )
         return out, state
 

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -31,7 +31,7 @@ from longspan import __version__
 from longspan.models.adapter import ADAPTER_CONFIG, merge_adapter
 from longspan.models.config import ModelConfig
 from longspan.models.transformer import Classifier, EncoderDecoder, LanguageModel, Transformer
-from longspan.utils import choose, read_json
+from longspan.utils import choose, join_names, read_json
 
 Model = Transformer | LanguageModel | EncoderDecoder | Classifier
 T = TypeVar("T")
@@ -195,7 +195,7 @@ def replace_folder(
     others = _others(folder, names)
     if others and (mark is None or not (folder / mark).exists()):
         raise ValueError(
-            f"{folder} holds more than {what} ({_listed(others)}), which replacing it would delete: "
+            f"{folder} holds more than {what} ({join_names(others, 8)}), which replacing it would delete: "
             "choose a folder of its own"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -534,7 +534,7 @@ def _check_fit(model: nn.Module, tensors: Mapping[str, Tensor], ties: Mapping[st
         "stored separately, but tied in the model": [n for n in tensors if n in has and first[id(has[n])] != n],
     }
     if any(problems.values()):
-        found = "; ".join(f"{what}: {_listed(names)}" for what, names in problems.items() if names)
+        found = "; ".join(f"{what}: {join_names(names, 8)}" for what, names in problems.items() if names)
         raise _MismatchError(
             f"the tensors in {folder} do not fit the {type(model).__name__} its {CONFIG} describes ({found}); "
             f"restore {CONFIG}, or load with the longspan that wrote it"
@@ -555,9 +555,3 @@ def _fill(model: nn.Module, tensors: Mapping[str, Tensor], ties: Mapping[str, st
     for name, tensor in has.items():
         tensor.data = tensor.data.to(given[name].dtype)
     model.load_state_dict(given)
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Join the first eight names."""
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more

@@ -82,7 +82,7 @@ def explain(
     device: torch.device | str = "cuda",
     **options: Any,
 ) -> Explanation:
-    """Tell which implementation would run a call, and why.
+    """Report which implementation would run a call, and why.
 
     The decision is that of the call itself: the mechanism or layer runs on tensors without data, and every operation
     records which kernel it chooses. On a machine without a GPU, device "cuda" is a GPU of compute capability 9.0 with
@@ -95,7 +95,7 @@ def explain(
         num_heads: H of a mechanism given by name.
         head_dim: D of a mechanism given by name.
         key_length: S of cross-attention; T unless given.
-        causal: Whether a mechanism is causal; True unless given, where it can be. Layers know for themselves.
+        causal: Whether a mechanism is causal; True unless given, where it can be. Layers have a mode of their own.
         training: Whether dropout is active and gradients are computed.
         decode: Explain a step of the decode loop instead of a call on all tokens.
         padded: Whether there is a key_mask that hides the last token of each row.

@@ -317,7 +317,7 @@ class Attention(nn.Module):
     def _attend_parts(self, x: Tensor, layout: TokenLayout) -> Tensor | None:
         """Return the mechanism's output for x (B, T, dim), if a kernel prepares the heads of its parts in one pass.
 
-        When compiled for a GPU; None for options that the kernel does not know.
+        When compiled for a GPU; None for options that the kernel does not support.
         """
         product = None
         if compiled_for_gpu(x) and layout.key_mask is None and layout.packing is None and self._has_plain_heads:

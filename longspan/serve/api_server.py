@@ -150,7 +150,7 @@ class APIServer:
 
 
 class HTTPProcess:
-    """A process that listens on an address, and answers once an `APIServer` tells it what.
+    """A process that listens on an address, and serves what an `APIServer` sends it.
 
     Args:
         options: Options.
@@ -210,7 +210,7 @@ def answer_http(listening: int, connection: int) -> None:
         connection: File descriptor of the connection to the server.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # The other process gets them too, and tells.
+        signal.signal(number, signal.SIG_IGN)  # The other process gets them too, and forwards them.
     to_engine = Connection(connection)
     try:
         (setup,) = to_engine.recv()
@@ -225,7 +225,7 @@ def answer_http(listening: int, connection: int) -> None:
     server = HTTPServer(model, setup.options, socket.socket(fileno=listening))
     engine.listen(lambda _, timeout: server.drain(timeout), partial(os._exit, 1))
     gc.collect()
-    gc.freeze()  # Collections need not look at what was made before the first request.
+    gc.freeze()  # Exclude from collections what exists before the first request.
     server.run()
     os._exit(0)  # Modules of PyTorch take longer to end than a client waits for a port.
 
@@ -496,7 +496,7 @@ class _Gate:
 
     @asynccontextmanager
     async def pass_through(self, request: HTTPRequest) -> AsyncIterator[_Ticket]:
-        """Count a request while the block runs, or for longer if its ticket is kept.
+        """Count a request while the block runs, or until its ticket is given back, if that is stored.
 
         Raises:
             APIError: If the server ends, or the client has too many requests.
@@ -570,7 +570,7 @@ class _Guard:
             if not isinstance(error, APIError):
                 _log_failure(error)
                 error = APIError(500, "the server failed; its log says where", kind="server_error", code="failed")
-            if status:  # The response has begun: closing the connection tells that it is incomplete.
+            if status:  # The response has begun: closing the connection signals that it is incomplete.
                 raise _IncompleteError from None
             await _error_response(error)(scope, receive, sender)
         finally:
@@ -680,7 +680,7 @@ async def _read_body(
 
 
 def _note(request: HTTPRequest, writer: ResponseWriter, content: bytes | None) -> None:
-    """Keep what the log says of a request at its end."""
+    """Store what is logged of a request at its end."""
     request.scope["longspan.writer"] = writer
     if content is not None:
         logger.info("%s %s", writer.head["id"], printable(content.decode()))

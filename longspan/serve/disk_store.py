@@ -1,4 +1,4 @@
-"""Boundaries of the prefix cache in files, which survive the process."""
+"""The prefix cache on disk: states at chunk boundaries, in files that survive the process."""
 
 from __future__ import annotations
 

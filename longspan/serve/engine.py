@@ -802,7 +802,7 @@ class Engine:
 
     @property
     def _step_by_step(self) -> bool:
-        """Whether each token is looked at before the next step: a state to be kept must not run on."""
+        """Whether each token is read before the next step: a state to be stored must not advance further."""
         kept = any(choice.job.request.keep_state for choice in self._running.values())
         return kept or self.speculation is not None
 
@@ -856,7 +856,7 @@ class Engine:
             self._emit(choice, columns[row], [] if number is None else [step.row(row, number) for step in logs])
 
     def _can_wait(self, choice: _Choice, tokens: list[int]) -> bool:
-        """Return whether tokens can be sent with later ones: not the first and last ones, nor what needs a look.
+        """Return whether tokens can be sent with later ones: not the first and last ones, nor those to check.
 
         An event takes a server longer than its tokens take a GPU, and the threads share one interpreter.
         """
@@ -1045,7 +1045,7 @@ def _until_stop(choice: _Choice, text: str, stops: Sequence[str]) -> str:
 
 
 def _history(request: Request) -> Tensor:
-    """Return the prompt, after what a session remembers of the tokens before it."""
+    """Return the prompt, after the most recent tokens of its session."""
     if request.session is None:
         return request.tokens
     return torch.cat([x[x >= 0] for x in (request.session.recent[0].cpu(), request.tokens)])

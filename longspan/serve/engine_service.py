@@ -36,7 +36,7 @@ _Part = tuple[int, int, list[Any]]  # of a stream: its number, cached tokens, de
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What a client must know of an engine and its saved states.
+    """What a client needs of an engine and its saved states.
 
     Attributes:
         codec: Text of its tokens.
@@ -89,7 +89,7 @@ class EngineService:
         self._pool = ThreadPoolExecutor(_THREADS, "longspan-states")
 
     def run(self) -> None:
-        """Answer until the other process ends; then cancel what it has asked for."""
+        """Answer until the other process ends; then cancel its requests."""
         threading.Thread(target=self._watch, name="longspan-watch", daemon=True).start()
         with suppress(EOFError, OSError):
             while True:

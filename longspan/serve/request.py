@@ -87,7 +87,7 @@ class Request:
         stop_strings: Texts that end a choice. They are not part of its text.
         logprobs: How many of the likeliest tokens to report at each position, beside the log-probability of the chosen
             one; None for no log-probabilities. They are the model's, before temperature and filters.
-        echo: Whether the stream begins with the prompt, with log-probabilities where these are asked for.
+        echo: Whether the stream begins with the prompt, with log-probabilities where these are requested.
         timeout: Seconds after which the request ends, with what it has got.
         client: Whom the request is from. Waiting clients take turns.
         previous_state: A session of one sequence that the prompt continues.
@@ -174,10 +174,10 @@ class Delta(NamedTuple):
         index: Number of the choice.
         tokens: The tokens.
         text: The text that became certain: whole characters, nothing that may be the beginning of a stop string.
-        log_probabilities: Of the tokens, if asked for; None for the first token of a prompt.
-        top: For each token the likeliest ones and their log-probabilities, if asked for.
+        log_probabilities: Of the tokens, if requested; None for the first token of a prompt.
+        top: For each token the likeliest ones and their log-probabilities, if requested.
         finish_reason: "stop", "length", "cancelled" or "timeout" in the last delta of a choice.
-        session: The state after the choice in its last delta, if asked for; from an engine of another process, the
+        session: The state after the choice in its last delta, if requested; from an engine of another process, the
             name that it was saved under.
         prompt: Whether the tokens are those of the prompt (`echo`).
     """

@@ -31,7 +31,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that a request may ask for.
+    """The largest values that a request may have.
 
     Attributes:
         prompt: Tokens of a prompt.
@@ -53,7 +53,7 @@ class ServedModel:
         states: Saved states.
         template: How messages become a text; ChatML unless given.
         ends: Tokens that end a text, with their names.
-        limits: The most that a request may ask for.
+        limits: The largest values that a request may have.
 
     Raises:
         ValueError: If the engine has no codec.

@@ -44,9 +44,9 @@ def without_queries(inputs: Mapping[str, Tensor]) -> Inputs:
     return {name: x for name, x in inputs.items() if name != "q"}
 
 
-def fill_hidden(inputs: Mapping[str, Tensor], mask: Tensor, value: float = float("nan")) -> Inputs:
-    """Return inputs with hidden slots of mask (B, T) overwritten, that require gradients."""
-    return require_grad({name: x.masked_fill(~mask[:, :, None, None], value) for name, x in inputs.items()})
+def fill_hidden(inputs: Mapping[str, Tensor], mask: Tensor) -> Inputs:
+    """Return inputs with hidden slots of mask (B, T) set to NaN, that require gradients."""
+    return require_grad({name: x.masked_fill(~mask[:, :, None, None], float("nan")) for name, x in inputs.items()})
 
 
 def padding_mask(lengths: Sequence[int], size: int, side: str = "right") -> Tensor:

@@ -80,7 +80,7 @@ def check_mechanism(
 
 
 def steps_equal_parallel(build: Build) -> None:
-    """Step by step ≡ parallel, where states are kept for gradients and where their memory is reused."""
+    """Step by step ≡ parallel, with states saved for gradients and with states updated in place."""
     m = build()
     x = require_grad(draw_inputs(m, B, T))
     parallel = m(**x, causal=True)
@@ -148,7 +148,7 @@ def reading_equals_the_last_query(build: Build) -> None:
 
 
 def reading_equals_forward(build: Build) -> None:
-    """Reading what was written ≡ bidirectional attention, for mechanisms of which that can be said."""
+    """Reading what was written ≡ bidirectional attention, for mechanisms that fulfil it."""
     m = build()
     if not m.supports_cross:
         return
@@ -245,7 +245,7 @@ def packed_cross_attention_equals_separate(build: Build) -> None:
 
 
 def packed_states_equal_separate(build: Build) -> None:
-    """Packed ≡ separate through states, where they are kept and where their memory is reused."""
+    """Packed ≡ separate through states, saved for gradients and updated in place."""
     m, second = build(), [0, 6, 1, 3, 2]
     for with_gradients in (True, False):
         with torch.set_grad_enabled(with_gradients):

@@ -109,7 +109,7 @@ class TrainConfig:
     text_field: str | None = None
     """Column of text, tokens or messages; guessed by default."""
     label_field: tuple[str, ...] = ()
-    """Columns of labels in tables, which tell the objective."""
+    """Columns of labels in tables, which determine the objective."""
     file_field: str | None = None
     """Column of files to read, relative to the table."""
     extensions: tuple[str, ...] = ()

@@ -17,6 +17,7 @@ from longspan.train.config import TrainConfig
 from longspan.train.loggers import format_duration
 from longspan.train.setup import batches_per_step
 from longspan.train.trainer import Trainer
+from longspan.utils import format_bytes
 
 _MAX_ROW = 512  # tokens of the measured sequence
 _SHARE = 0.25  # of the free memory that measuring may take
@@ -36,7 +37,7 @@ def estimate(trainer: Trainer) -> Iterator[str]:
         f"vocabulary {data['vocab_size']}"
     )
     if isinstance(trainer.model, LanguageModel) and config.causal:
-        yield f"state of one sequence: {_format_bytes(trainer.model.state_size())}"
+        yield f"state of one sequence: {format_bytes(trainer.model.state_size())}"
     fixed = _weights_and_optimizer(trainer)
     width = 4 if trainer.accelerator.mixed_precision == "no" else 2
     per_token = width * activations_per_token(config)
@@ -56,7 +57,7 @@ def estimate(trainer: Trainer) -> Iterator[str]:
     yield _memory(measured, fixed, saved, train.batch_size, train.context)
     if fixed + saved > free:
         yield (
-            f"this is more than the {_format_bytes(free)} that are free {where}: lower --batch-size, and raise "
+            f"this is more than the {format_bytes(free)} that are free {where}: lower --batch-size, and raise "
             "--accumulate by the same factor, or use --model.execution recompute"
         )
     speed = f"{seconds:.3f} s per step of {num_tokens:,} tokens, {num_tokens / seconds:,.0f} tokens/s ({measured})"
@@ -116,8 +117,8 @@ def _scores(mechanism: Any, num_heads: int) -> int:
 
 def _memory(how: str, fixed: float, saved: float, batch_size: int, context: int) -> str:
     return (
-        f"memory, {how}: {_format_bytes(fixed)} for weights, gradients and optimizer, {_format_bytes(saved)} for "
-        f"activations of {batch_size} sequences of {context} tokens: about {_format_bytes(fixed + saved)}"
+        f"memory, {how}: {format_bytes(fixed)} for weights, gradients and optimizer, {format_bytes(saved)} for "
+        f"activations of {batch_size} sequences of {context} tokens: about {format_bytes(fixed + saved)}"
     )
 
 
@@ -165,10 +166,3 @@ def _measure(trainer: Trainer, row: int, seconds: float) -> tuple[int, float]:
         step()
         steps += 1
     return sum(sizes.values()), (time.perf_counter() - start) / steps
-
-
-def _format_bytes(number: float) -> str:
-    for size, unit in ((2**30, "GiB"), (2**20, "MiB")):
-        if number >= size:
-            return f"{number / size:,.1f} {unit}"
-    return f"{number / 2**10:,.1f} KiB"

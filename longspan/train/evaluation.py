@@ -33,7 +33,7 @@ from longspan.train.data.token_store import StoreSpec, TokenStore, open_store
 from longspan.train.loggers import Record
 from longspan.train.objectives import Classification, Objective, mask_tokens, wrap_model
 from longspan.train.run_folder import RUN
-from longspan.utils import choose_device, is_disk_full, read_json, write_atomically
+from longspan.utils import choose_device, is_disk_full, plot_path, read_json, write_atomically
 
 
 def evaluate_held_out(
@@ -204,7 +204,7 @@ def write_evaluation(result: Record, out: Path) -> list[Path]:
     from longspan.train.plots import plot_positions
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    plot = out.with_suffix(".png") if out.suffix != ".png" else out.with_name(f"{out.name}.png")
+    plot = plot_path(out)
     write_atomically(plot, plot_positions({Path(result["model"]).name: result["positions"]}))
     write_atomically(out, json.dumps(result, indent=1) + "\n")
     return [out, plot]

@@ -29,7 +29,7 @@ from longspan.train.data.readers import DocumentReader, ReadOptions, Tagged, fin
 from longspan.train.data.tasks import SupervisedTask
 from longspan.train.data.token_store import DocumentEncoder, StoreSpec, open_store
 from longspan.train.loggers import Record
-from longspan.utils import choose_device, read_json, write_atomically
+from longspan.utils import choose_device, plot_path, read_json, write_atomically
 
 Array = NDArray[Any]
 
@@ -86,7 +86,7 @@ def evaluate_task(
         The metrics of the task.
 
     Raises:
-        ValueError: The data has a class that the model does not know, or other channels.
+        ValueError: The data has a class that the model does not have, or other channels.
     """
     task = found.task
     options = task_options(task, options, labeled=task.kind != "forecast")
@@ -220,7 +220,7 @@ def write_task(result: Record, out: Path) -> list[Path]:
         return [out]
     from longspan.train.plots import plot_confusion
 
-    plot = out.with_suffix(".png") if out.suffix != ".png" else out.with_name(f"{out.name}.png")
+    plot = plot_path(out)
     write_atomically(plot, plot_confusion(result["confusion"], [row["name"] for row in result["classes"]]))
     return [out, plot]
 

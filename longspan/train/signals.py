@@ -31,7 +31,7 @@ class TrainingTimer:
 
     Args:
         seconds: Those of an earlier part of the run.
-        clock: What tells the time.
+        clock: Returns the time in seconds.
     """
 
     def __init__(self, seconds: float = 0.0, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -222,7 +222,7 @@ def test_a_damaged_file_is_refused(text: Path) -> None:
         ({"candidates": ("softmax@muonn",)}, "unknown recipe 'muonn'.*did you mean 'muon'"),
         ({"candidates": ("softmx",)}, "unknown candidate 'softmx'.*did you mean 'softmax'"),
         ({"contexts": (64,)}, "one batch size for each context"),
-        ({"contexts": (0, 1)}, r"contexts must be positive, got \(0, 1\)"),
+        ({"contexts": (0, 1)}, "contexts must be positive, got 0, 1"),
         ({"seconds": 0.0}, "seconds must be positive, got 0"),
         ({"eval_every": 0}, "eval_every must be positive, got 0"),
         ({"device": "gpu"}, "unknown device 'gpu'"),

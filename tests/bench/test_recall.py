@@ -455,7 +455,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "mechanism": ({"mechanisms": ("dleta",)}, "unknown mechanism 'dleta'"),
     "nothing": ({"tasks": ()}, "tasks and seeds must not be empty"),
     "size": ({"jobs": 0}, "jobs must be positive, got 0"),
-    "rate": ({"lrs": (0.0,)}, "lrs must be positive, got 0.0"),
+    "rate": ({"lrs": (0.0,)}, "lrs must be positive, got 0"),
     "noise": ({"gate_noise": -1.0}, "gate_noise must be 0 or more, got -1"),
     "compile": ({"compile": True}, "compile excludes noise on gates, which parity has: set gate_noise to 0"),
     "seed": ({"seeds": (-1,)}, "seeds must be 0 or more, got -1"),

@@ -70,21 +70,7 @@ def test_helpers_agree() -> None:
 
 def test_the_originals_optimizer_goes_on() -> None:
     theirs, mine, x = older.original("linformer").LinformerLM(num_tokens=13, **SIZES), model(), tokens()
-    optimizer = torch.optim.Adam(theirs.parameters(), lr=1e-2)
-    for _ in range(3):
-        optimizer.zero_grad()
-        theirs(x).square().mean().backward()
-        optimizer.step()
-    mine.load_state_dict(theirs.state_dict())
-    resumed = torch.optim.Adam(mine.parameters(), lr=1e-2)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for net, optim in ((theirs, optimizer), (mine, resumed)):
-        optim.zero_grad()
-        net(x).square().mean().backward()
-        optim.step()
-    for (name, p), q in zip(mine.named_parameters(), theirs.parameters(), strict=True):
-        # Adam divides by the size of a gradient, however small.
-        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4, msg=name)
+    older.assert_optimizer_continues(theirs, mine, x)
 
 
 def test_a_replaced_head_is_used_and_trains() -> None:

@@ -92,21 +92,7 @@ def test_the_originals_optimizer_goes_on() -> None:
         model(),
         tokens(),
     )
-    optimizer = torch.optim.Adam(theirs.parameters(), lr=1e-2)
-    for _ in range(3):
-        optimizer.zero_grad()
-        theirs(x).square().mean().backward()
-        optimizer.step()
-    mine.load_state_dict(theirs.state_dict())
-    resumed = torch.optim.Adam(mine.parameters(), lr=1e-2)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for net, optim in ((theirs, optimizer), (mine, resumed)):
-        optim.zero_grad()
-        net(x).square().mean().backward()
-        optim.step()
-    for (name, p), q in zip(mine.named_parameters(), theirs.named_parameters(), strict=True):
-        assert name == q[0]
-        torch.testing.assert_close(p, q[1], rtol=1e-3, atol=1e-4, msg=name)
+    older.assert_optimizer_continues(theirs, mine, x)
 
 
 def test_a_replaced_head_is_used_and_only_the_last_layer_trains() -> None:

@@ -14,10 +14,6 @@ from longspan import build_mechanism
 from longspan.mechanisms.feature_maps import orthogonal_rows
 from longspan.ops.linear import LinearInputs, causal_linear, causal_linear_out, choose_algorithm
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 CASES = [

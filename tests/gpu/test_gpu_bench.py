@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from longspan.bench.runner import SubjectResult, measure_rounds
 from longspan.bench.subjects.base import Case, MeasurementConfig, Subject
@@ -12,11 +11,7 @@ from longspan.bench.subjects.mechanisms import MechanismSubject, PeerSubject
 from longspan.bench.subjects.models import TrainSubject
 from longspan.bench.subjects.peers import MECHANISM_PEERS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore"),  # The compiler's and other packages' own.
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # The compiler's and other packages' own.
 # The length of the accuracy check, so that FlexAttention compiles for one length only.
 CASE = Case(512, num_heads=2, dtype="bfloat16", device="cuda")
 

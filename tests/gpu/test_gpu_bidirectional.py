@@ -14,10 +14,6 @@ from longspan.ops import linear
 from longspan.ops.linear import bidirectional_linear
 from longspan.protocol import Mechanism
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 PACKED = (0, 65, 1, 300, 517, 0), (130, 1, 64, 0, 700, 33)
 LARGE = {"B": 1, "H": 2, "Hkv": 1, "T": 130, "S": 517}

@@ -12,10 +12,6 @@ import torch.distributed as dist
 from longspan import AttentionConfig, LanguageModel, ModelConfig, Packing, build_mechanism
 from longspan.distributed import context_parallel
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 MECHANISMS: list[dict[str, Any]] = [
     {"mechanism": "softmax"},
     {"mechanism": "local", "window": 65},

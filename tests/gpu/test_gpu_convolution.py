@@ -9,11 +9,6 @@ from convolution_cases import SIZES, check, check_op
 from longspan.layout import TokenLayout
 from longspan.models.layers import ShortConvolution
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("size", [*SIZES, (16, 1024, 384, 4)], ids=str)

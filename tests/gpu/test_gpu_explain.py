@@ -10,10 +10,6 @@ import torch
 
 from longspan import Packing, build_mechanism, explain
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 # Names of kernels begin with the operation and the algorithm.
 KERNELS = re.compile(
     r"(?:linear|gated)_(fused_chunk|tiled_chunk|favor_bidirectional|favor|chunk|bidirectional|decay|delta|channel)_"

@@ -25,10 +25,6 @@ from longspan import build_mechanism
 from longspan.mechanisms.feature_maps import orthogonal_rows
 from longspan.ops.linear import LinearInputs, causal_linear, choose_algorithm
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 FAVOR = Case(T=517, B=1, H=2, Hkv=2, D=64, E=64, feature_map="favor", num_features=256)
 
 CASES = [

@@ -16,11 +16,7 @@ from longspan.mechanisms.linformer import LinformerAttention
 from longspan.mechanisms.mixture import MixtureAttention
 from longspan.ops import compressed, features, normalizer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 
 LINFORMER = [
     *linformer_cases.CASES,

@@ -9,12 +9,10 @@ from longspan import AttentionConfig, LanguageModel, ModelConfig
 from longspan.ops.float8 import float8_linear
 from longspan.train.float8 import convert_to_float8_training, why_not_float8
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # PyTorch 2.11 warns of autograd functions that it traces, and of norms that it compiles without its own kernel.
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated", "ignore:Mismatch dtype between input and weight"),
-]
+# PyTorch 2.11 warns of autograd functions that it traces, and of norms that it compiles without its own kernel.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated", "ignore:Mismatch dtype between input and weight"
+)
 
 
 def requires_float8() -> None:

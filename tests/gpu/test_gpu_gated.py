@@ -11,10 +11,6 @@ from gated_cases import NAMES, Case, arguments, by_kernels, check, check_sums, w
 
 from longspan.ops.gated import GatedInputs, choose_algorithm, gated_linear
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 CASES = [

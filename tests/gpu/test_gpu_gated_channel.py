@@ -11,10 +11,6 @@ from gated_cases import NAMES, Case, arguments, by_kernels, check, grouped_keys
 
 from longspan.ops.gated import GatedInputs, choose_algorithm, gated_linear
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 Channel = partial(Case, decay="channel")
 EXTREMES = (-math.inf, -1e30, -104.0, -20.0, 0.0)
 CASES = [

@@ -24,10 +24,6 @@ from helpers import within_tolerance
 from longspan import build_mechanism
 from longspan.ops.gated import GatedInputs, choose_algorithm, gated_linear
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 DELTA = Case(T=517, B=1, H=2, Hkv=2, D=64, E=64, delta=True)
 

@@ -12,10 +12,6 @@ from longspan import build_mechanism
 from longspan.mechanisms import gated
 from longspan.ops import l2_norm
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 kinds = pytest.mark.parametrize(("name", "options"), KINDS, ids=str)
 

@@ -8,10 +8,6 @@ from hedgehog_cases import SIZES, check, check_op
 
 from longspan import build_mechanism
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 

@@ -26,10 +26,6 @@ from longspan.train.linearize.stages import Distillation, compile_layers
 from longspan.train.linearize.student import build_student
 from longspan.train.linearize.teacher import Teacher
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 SIZES = {
     "vocab_size": 509,
     "hidden_size": 192,

@@ -23,10 +23,6 @@ from local_cases import (
 from longspan import Packing, build_mechanism
 from longspan.ops.window import Window, WindowProblem, _Window, kernels, reference, why_not_triton, window_attention
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 LARGER = [

@@ -14,10 +14,6 @@ from longspan.mechanisms.performer import PerformerAttention
 from longspan.ops.common import autograd, dispatch
 from longspan.protocol import Mechanism
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 H, HKV, D = 4, 2, 64
 MECHANISMS: dict[str, Callable[[], Mechanism]] = {
     "linear": lambda: LinearAttention(H, D, num_kv_heads=HKV),

@@ -10,11 +10,6 @@ import torch
 from longspan import AttentionConfig, LanguageModel, ModelConfig
 from longspan.mechanisms.performer import random_feature_mechanisms
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

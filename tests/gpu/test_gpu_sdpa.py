@@ -13,10 +13,6 @@ from longspan import build_mechanism
 from longspan.ops import softmax as sdpa
 from longspan.ops import window as window_op
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 NAMES = ["out", "d_q", "d_k", "d_v", "d_bias"]
 
 

@@ -12,10 +12,6 @@ from serve_cases import MECHANISMS, answers, language_model
 from longspan import Sampling
 from longspan.serve import Engine, Request
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 SAMPLINGS = [Sampling(), Sampling(temperature=0), Sampling(temperature=0.7, top_p=0.9), Sampling(top_k=11, min_p=0.01)]
 
 

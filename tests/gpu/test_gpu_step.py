@@ -29,10 +29,6 @@ from longspan.generation.generate import prefill
 from longspan.mechanisms import gated, linear, linformer, local
 from longspan.ops import decode
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 LOCAL = {"mechanism": "local", "window": 7}
 MODELS: dict[str, dict] = {
     "linear": {"mechanism": "linear", "num_kv_heads": 2},

@@ -12,10 +12,6 @@ import torch
 from longspan.train import muon
 from longspan.train.trainer import HostCopy
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 HEADS: list[Any] = [
     (2, 2048, (4, 4), 64, (True, False)),

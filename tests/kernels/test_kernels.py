@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import check_errors
-from interpreter import bfloat16, interpreted, take_kernels  # noqa: F401
+from interpreter import interpreted, take_kernels
 from kernel_cases import Case, arguments, backward, by_kernels, check, forward, kernel_problem
 
 from longspan.mechanisms.linear import LinearAttention

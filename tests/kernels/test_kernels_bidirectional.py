@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from bidirectional_cases import Case, arguments, by_kernels, check
-from interpreter import bfloat16, interpreted  # noqa: F401
+from interpreter import interpreted
 
 from longspan import Packing, build_mechanism
 from longspan.mechanisms import linear as mechanisms

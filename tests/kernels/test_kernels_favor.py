@@ -5,7 +5,7 @@ from __future__ import annotations
 import kernel_cases
 import pytest
 import torch
-from interpreter import bfloat16, interpreted  # noqa: F401
+from interpreter import interpreted
 from kernel_cases import (
     NAMES,
     Arguments,

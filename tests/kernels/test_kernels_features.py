@@ -5,19 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from feature_cases import CASES, FeatureCase, check, check_merge
-from interpreter import bfloat16, interpreted  # noqa: F401
+from interpreter import interpreted
 
 from longspan.mechanisms import linear, mixture
 from longspan.mechanisms.linear import LinearAttention
 from longspan.mechanisms.mixture import MixtureAttention
 from longspan.ops import features, merge
 from longspan.ops.common import dispatch
-
-
-@pytest.fixture
-def on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "unavailable", lambda q: None)
-    monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
 
 
 @interpreted

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from gated_cases import Case, arguments, by_kernels, check, check_sums, with_time_steps
-from interpreter import bfloat16, interpreted  # noqa: F401
+from interpreter import interpreted
 
 from longspan.ops import gated
 from longspan.ops.common import dispatch

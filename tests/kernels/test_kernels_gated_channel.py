@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from gated_cases import Case, arguments, by_kernels, check, grouped_keys
-from interpreter import bfloat16, interpreted  # noqa: F401
+from interpreter import interpreted
 
 from longspan.ops import gated
 from longspan.ops.common import dispatch

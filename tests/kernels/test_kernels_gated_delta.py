@@ -21,7 +21,7 @@ from gated_cases import (
     with_keys,
 )
 from helpers import within_tolerance
-from interpreter import bfloat16, interpreted  # noqa: F401
+from interpreter import interpreted
 
 from longspan.ops import gated
 from longspan.ops.common import dispatch

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gate_cases import KINDS, NORMS, activated, check_gates, check_norm, rows
-from interpreter import bfloat16, interpreted  # noqa: F401
+from interpreter import interpreted
 
 from longspan import build_mechanism
 from longspan.mechanisms.gated import GatedMechanism

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from heads_cases import CASES, EPSILON, check, inputs
-from interpreter import bfloat16, interpreted  # noqa: F401
+from interpreter import interpreted
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from longspan import AttentionConfig, LanguageModel, ModelConfig

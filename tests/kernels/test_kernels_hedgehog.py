@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hedgehog_cases import SIZES, check, check_op, inputs
-from interpreter import bfloat16, interpreted  # noqa: F401
+from interpreter import interpreted
 
 from longspan.mechanisms.linear import LinearAttention
 from longspan.ops.common import dispatch

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreter import bfloat16, interpreted  # noqa: F401
+from interpreter import interpreted
 from linformer_cases import CASES, LinformerCase, arguments, check, results
 
 from longspan.mechanisms import linformer
 from longspan.mechanisms.linformer import LinformerAttention
 from longspan.ops import compressed
 from longspan.ops.common import dispatch, plans
-
-
-@pytest.fixture
-def on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "unavailable", lambda q: None)
-    monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
-    monkeypatch.setattr(dispatch, "insufficient_shared_memory", lambda q, needed: None)
 
 
 @interpreted

@@ -5,18 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import check_errors
-from interpreter import bfloat16, interpreted  # noqa: F401
+from interpreter import interpreted
 from normalizer_cases import CASES, NormalizerCase, check
 
 from longspan.mechanisms.linear import LinearAttention
 from longspan.ops import normalizer
 from longspan.ops.common import dispatch
-
-
-@pytest.fixture
-def on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "unavailable", lambda q: None)
-    monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
 
 
 @interpreted

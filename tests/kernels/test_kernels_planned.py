@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from interpreter import bfloat16, interpreted  # noqa: F401
+from interpreter import interpreted
 from torch import Tensor
 
 from longspan.mechanisms.linear import LinearAttention

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import bfloat16, interpreted  # noqa: F401
+from interpreter import interpreted
 from residual_norm_cases import CASES, EPSILON, check, inputs
 from torch._dynamo.testing import CompileCounterWithBackend
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreter import bfloat16, interpreted  # noqa: F401
+from interpreter import interpreted
 from kernel_cases import NAMES, Case, arguments, backward, check, forward, kernel_problem
 
 CASES = [

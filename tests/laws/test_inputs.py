@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
+from helpers import refused
 from input_cases import ALL, B, D, H, S, T, build, inputs
 
 from longspan import Packing, Projection, build_mechanism
-
-
-def refused(*parts: str):
-    """pytest.raises for an error whose text holds these parts in this order."""
-    return pytest.raises(ValueError, match=r"(?s)" + ".*".join(re.escape(part) for part in parts))
 
 
 @ALL

@@ -17,6 +17,7 @@ from option_cases import (
     E,
     H,
     T,
+    assert_same,
     build,
     by_weights,
     check_dropout,
@@ -27,7 +28,6 @@ from option_cases import (
     kernel_attention,
     option_test,
     positions,
-    same,
     scores,
     softmax_attention,
 )
@@ -49,8 +49,8 @@ def test_every_option_of_every_mechanism_is_checked() -> None:
 @checks("softmax", "scale")
 def _() -> None:
     q, k, v = inputs()
-    same(build("softmax")(q, k, v), softmax_attention(q, k, v))
-    same(build("softmax", scale=0.9)(q, k, v), softmax_attention(q, k, v, scale=0.9))
+    assert_same(build("softmax")(q, k, v), softmax_attention(q, k, v))
+    assert_same(build("softmax", scale=0.9)(q, k, v), softmax_attention(q, k, v, scale=0.9))
 
 
 @checks("softmax", "dropout")
@@ -65,12 +65,12 @@ def _() -> None:
     i, j = positions()
     for window in (1, 4, T + 3):
         mechanism = build("local", window=window)
-        same(mechanism(q, k, v), softmax_attention(q, k, v, (i - j).abs() < window))
-        same(mechanism(q, k, v, causal=True), softmax_attention(q, k, v, (i - j < window) & (j <= i)))
+        assert_same(mechanism(q, k, v), softmax_attention(q, k, v, (i - j).abs() < window))
+        assert_same(mechanism(q, k, v, causal=True), softmax_attention(q, k, v, (i - j < window) & (j <= i)))
         assert mechanism.new_state(B).k.shape[2] == window
     mechanism = build("local", window=(3, 1))
-    same(mechanism(q, k, v), softmax_attention(q, k, v, (i - j <= 3) & (j - i <= 1)))
-    same(mechanism(q, k, v, causal=True), softmax_attention(q, k, v, (i - j <= 3) & (j <= i)))
+    assert_same(mechanism(q, k, v), softmax_attention(q, k, v, (i - j <= 3) & (j - i <= 1)))
+    assert_same(mechanism(q, k, v, causal=True), softmax_attention(q, k, v, (i - j <= 3) & (j <= i)))
 
 
 @checks("local", "look_back")
@@ -80,8 +80,8 @@ def _() -> None:
     for back in (0, 2):
         mechanism = build("local", window=4, look_back=back)
         apart = i // 4 - j // 4
-        same(mechanism(q, k, v), softmax_attention(q, k, v, (apart >= 0) & (apart <= back)))
-        same(mechanism(q, k, v, causal=True), softmax_attention(q, k, v, (apart <= back) & (j <= i)))
+        assert_same(mechanism(q, k, v), softmax_attention(q, k, v, (apart >= 0) & (apart <= back)))
+        assert_same(mechanism(q, k, v, causal=True), softmax_attention(q, k, v, (apart <= back) & (j <= i)))
 
 
 @checks("local", "look_ahead")
@@ -90,8 +90,8 @@ def _() -> None:
     i, j = positions()
     mechanism = build("local", window=4, look_back=1, look_ahead=2)
     apart = i // 4 - j // 4
-    same(mechanism(q, k, v), softmax_attention(q, k, v, (apart >= -2) & (apart <= 1)))
-    same(mechanism(q, k, v, causal=True), build("local", window=4, look_back=1)(q, k, v, causal=True))
+    assert_same(mechanism(q, k, v), softmax_attention(q, k, v, (apart >= -2) & (apart <= 1)))
+    assert_same(mechanism(q, k, v, causal=True), build("local", window=4, look_back=1)(q, k, v, causal=True))
 
 
 @checks("local", "shared_qk")
@@ -100,10 +100,10 @@ def _() -> None:
     i, j = positions()
     mechanism = build("local", window=4, shared_qk=True)
     unit = k / k.norm(dim=-1, keepdim=True)
-    same(mechanism(q, k, v), softmax_attention(q, unit, v, ((i - j).abs() < 4) & (i != j)))
+    assert_same(mechanism(q, k, v), softmax_attention(q, unit, v, ((i - j).abs() < 4) & (i != j)))
     out = mechanism(q, k, v, causal=True)
-    same(out[:, :1], v[:, :1])  # The first token sees nothing else.
-    same(out[:, 1:], softmax_attention(q, unit, v, (i - j < 4) & (j < i) | ((i == 0) & (j == 0)))[:, 1:])
+    assert_same(out[:, :1], v[:, :1])  # The first token sees nothing else.
+    assert_same(out[:, 1:], softmax_attention(q, unit, v, (i - j < 4) & (j < i) | ((i == 0) & (j == 0)))[:, 1:])
 
 
 class ByDistance(nn.Module):
@@ -119,9 +119,9 @@ def _() -> None:
     i, j = positions()
     mechanism = build("local", window=4, bias=ByDistance())
     bias = mechanism.bias((i - j).flatten()).view(H, T, T)
-    same(mechanism(q, k, v), softmax_attention(q, k, v, (i - j).abs() < 4, bias))
+    assert_same(mechanism(q, k, v), softmax_attention(q, k, v, (i - j).abs() < 4, bias))
     state = mechanism.write(mechanism.new_state(B, dtype=torch.float64), k[:, :9], v[:, :9])
-    same(mechanism.read(state, q[:, 8:9]), mechanism(q, k, v, causal=True)[:, 8:9])
+    assert_same(mechanism.read(state, q[:, 8:9]), mechanism(q, k, v, causal=True)[:, 8:9])
 
     table = nn.Parameter(torch.randn(H, 4, 12, dtype=torch.float64))
     mechanism = build("local", window=4, look_back=1, look_ahead=1, bias=table)
@@ -129,9 +129,9 @@ def _() -> None:
     assert "bias" in build("local", window=4, look_back=1, look_ahead=1, bias=table.detach()).state_dict()
     column = (j - (i // 4 - 1) * 4).clamp(0, 11)
     bias = table.detach()[:, (i % 4).expand(T, T), column]
-    same(mechanism(q, k, v), softmax_attention(q, k, v, (i // 4 - j // 4).abs() <= 1, bias))
+    assert_same(mechanism(q, k, v), softmax_attention(q, k, v, (i // 4 - j // 4).abs() <= 1, bias))
     mechanism = build("local", window=(3, 4), bias=table)
-    same(mechanism(q, k, v), softmax_attention(q, k, v, (i - j <= 3) & (j - i <= 4), bias))
+    assert_same(mechanism(q, k, v), softmax_attention(q, k, v, (i - j <= 3) & (j - i <= 4), bias))
     with pytest.raises(ValueError, match=r"bias table has shape .* here \(3, 4, 20\), .* got \(3, 4, 12\)"):
         build("local", window=(5, 5), bias=table)
 
@@ -147,11 +147,11 @@ def _() -> None:
     mechanism = build("local", head_dim=dim, window=5, query_offset=3)
     turned = rotary(q, at), rotary(k, at)
     expected = softmax_attention(rotary(q, at + 3), turned[1], v, (i - j).abs() < 5, scale=dim**-0.5)
-    same(mechanism(*turned, v), expected)
+    assert_same(mechanism(*turned, v), expected)
     state = mechanism.write(mechanism.new_state(B, dtype=torch.float64), turned[1], v)
-    same(mechanism.read(state, turned[0][:, -1:]), expected[:, -1:])
+    assert_same(mechanism.read(state, turned[0][:, -1:]), expected[:, -1:])
     plain, further = (build("local", head_dim=dim, window=5, xpos=2.0, query_offset=n) for n in (0, 3))
-    same(further(q, k, v), plain(xpos_rotate(q, torch.tensor([3]), 2.0), k, v))
+    assert_same(further(q, k, v), plain(xpos_rotate(q, torch.tensor([3]), 2.0), k, v))
     with pytest.raises(ValueError, match="query_offset rotates pairs of features and needs an even head_dim, got 5"):
         build("local", query_offset=3)
 
@@ -162,9 +162,9 @@ def _() -> None:
     i, j = positions()
     expected = softmax_attention(q, k, v, (i - j < 4) & (j <= i), scale=2.0)
     mechanism = build("local", window=4, scale=2.0)
-    same(mechanism(q, k, v, causal=True), expected)
+    assert_same(mechanism(q, k, v, causal=True), expected)
     state = mechanism.write(mechanism.new_state(B, dtype=torch.float64), k, v)
-    same(mechanism.read(state, q[:, -1:]), expected[:, -1:])
+    assert_same(mechanism.read(state, q[:, -1:]), expected[:, -1:])
 
 
 @checks("local", "xpos")
@@ -184,9 +184,9 @@ def _() -> None:
     mechanism = build("local", head_dim=dim, window=5, xpos=base)
     seen = (i - j < 5) & (j <= i)
     expected = by_weights(products.masked_fill(~seen, float("-inf")).softmax(-1), v)
-    same(mechanism(q, k, v, causal=True), expected)
+    assert_same(mechanism(q, k, v, causal=True), expected)
     state = mechanism.write(mechanism.new_state(B, dtype=torch.float64), k, v)
-    same(mechanism.read(state, q[:, -1:]), expected[:, -1:])
+    assert_same(mechanism.read(state, q[:, -1:]), expected[:, -1:])
     differ(mechanism(q, k, v), build("local", head_dim=dim, window=5)(q, k, v))
 
 
@@ -223,9 +223,11 @@ def _() -> None:
         x, y = (q.abs(), k.abs()) if name == "identity" else (q, k)
         mechanism = build("linear", feature_map=name)
         for causal in (False, True):
-            same(mechanism(x, y, v, causal=causal), kernel_attention(query(x), key(y), v, causal))
+            assert_same(mechanism(x, y, v, causal=causal), kernel_attention(query(x), key(y), v, causal))
     mine = build("linear", feature_map=Cosines())
-    same(mine(q, k, v, causal=True), kernel_attention(mine.feature_map.query(q), mine.feature_map.query(k), v, True))
+    assert_same(
+        mine(q, k, v, causal=True), kernel_attention(mine.feature_map.query(q), mine.feature_map.query(k), v, True)
+    )
     assert mine.new_state(B).kv.shape == (B, H, 2 * D, E)
 
 
@@ -233,15 +235,15 @@ def _() -> None:
 def _() -> None:
     q, k, v = inputs()
     fq, fk = F.elu(q) + 1, F.elu(k) + 1
-    same(build("linear", normalize="query")(q, k, v), kernel_attention(fq, fk, v))
-    same(build("linear", normalize="none")(q, k, v), by_weights(scores(fq, fk), v))
-    same(build("linear", normalize="none")(q, k, v, causal=True), by_weights(scores(fq, fk).tril(), v))
+    assert_same(build("linear", normalize="query")(q, k, v), kernel_attention(fq, fk, v))
+    assert_same(build("linear", normalize="none")(q, k, v), by_weights(scores(fq, fk), v))
+    assert_same(build("linear", normalize="none")(q, k, v, causal=True), by_weights(scores(fq, fk).tril(), v))
     # Efficient Attention: softmax of the keys over the sequence, of the queries over the features.
     efficient = build("linear", feature_map="softmax", normalize="feature")
-    same(efficient(q, k, v), by_weights(scores(q.softmax(-1), k.softmax(1)), v))
+    assert_same(efficient(q, k, v), by_weights(scores(q.softmax(-1), k.softmax(1)), v))
     for t in (0, 5, T - 1):
         last = efficient(q[:, t : t + 1], k[:, : t + 1], v[:, : t + 1])
-        same(efficient(q, k, v, causal=True)[:, t : t + 1], last)
+        assert_same(efficient(q, k, v, causal=True)[:, t : t + 1], last)
 
 
 @checks("linear", "output_scale")
@@ -249,9 +251,9 @@ def _() -> None:
     q, k, v = inputs()
     plain, scaled = build("linear"), build("linear", output_scale=0.25)
     for causal in (False, True):
-        same(scaled(q, k, v, causal=causal), 0.25 * plain(q, k, v, causal=causal))
+        assert_same(scaled(q, k, v, causal=causal), 0.25 * plain(q, k, v, causal=causal))
     state = scaled.new_state(B, dtype=torch.float64)
-    same(scaled.step(state, q[:, :1], k[:, :1], v[:, :1])[0], 0.25 * v[:, :1])
+    assert_same(scaled.step(state, q[:, :1], k[:, :1], v[:, :1])[0], 0.25 * v[:, :1])
 
 
 def in_buckets(q: Tensor, k: Tensor, v: Tensor, size: int, first: str) -> Tensor:
@@ -268,9 +270,9 @@ def in_buckets(q: Tensor, k: Tensor, v: Tensor, size: int, first: str) -> Tensor
 def _() -> None:
     q, k, v = inputs()
     for size in (2, 3, 17, 20):
-        same(build("linear", blind_spot=size)(q, k, v, causal=True), in_buckets(q, k, v, size, "causal"))
-    same(build("linear", blind_spot=1)(q, k, v, causal=True), build("linear")(q, k, v, causal=True))
-    same(build("linear", blind_spot=3)(q, k, v), build("linear")(q, k, v))  # Causal only.
+        assert_same(build("linear", blind_spot=size)(q, k, v, causal=True), in_buckets(q, k, v, size, "causal"))
+    assert_same(build("linear", blind_spot=1)(q, k, v, causal=True), build("linear")(q, k, v, causal=True))
+    assert_same(build("linear", blind_spot=3)(q, k, v), build("linear")(q, k, v))  # Causal only.
 
 
 @checks("linear", "first_bucket")
@@ -278,10 +280,10 @@ def _() -> None:
     q, k, v = inputs()
     zero = build("linear", blind_spot=4, first_bucket="zero")(q, k, v, causal=True)
     assert (zero[:, :4] == 0).all()
-    same(zero, in_buckets(q, k, v, 4, "zero"))
+    assert_same(zero, in_buckets(q, k, v, 4, "zero"))
     causal = build("linear", blind_spot=4, first_bucket="causal")(q, k, v, causal=True)
-    same(causal[:, :4], build("linear")(q, k, v, causal=True)[:, :4])
-    same(causal[:, 4:], zero[:, 4:])
+    assert_same(causal[:, :4], build("linear")(q, k, v, causal=True)[:, :4])
+    assert_same(causal[:, 4:], zero[:, 4:])
 
 
 @checks("linear", "phantom")
@@ -290,15 +292,15 @@ def _() -> None:
     mechanism = build("linear", phantom=0.3)
     first = torch.full_like(k[:, :1], math.log(0.3))  # elu(x) + 1 = 0.3
     before = build("linear").write(build("linear").new_state(B, dtype=q.dtype), first, torch.zeros_like(v[:, :1]))
-    same(mechanism(q, k, v, causal=True), build("linear")(q, k, v, causal=True, past=before))
-    same(mechanism(q, k, v), build("linear")(q, k, v))  # Causal only.
+    assert_same(mechanism(q, k, v, causal=True), build("linear")(q, k, v, causal=True, past=before))
+    assert_same(mechanism(q, k, v), build("linear")(q, k, v))  # Causal only.
     stepped = mechanism.extend(mechanism.new_state(B, dtype=q.dtype), q[:, :1], k[:, :1], v[:, :1])[0]
-    same(stepped, mechanism(q, k, v, causal=True)[:, :1])
+    assert_same(stepped, mechanism(q, k, v, causal=True)[:, :1])
     with pytest.raises(ValueError, match="needs normalize"):
         build("linear", phantom=0.3, normalize="feature")
     mechanism, plain = build("linear", phantom=0.3, feature_map="softmax"), build("linear", feature_map="softmax")
     before = plain.write(plain.new_state(B, dtype=q.dtype), first, torch.zeros_like(v[:, :1]))  # exp(x) = 0.3
-    same(mechanism(q, k, v, causal=True), plain(q, k, v, causal=True, past=before))
+    assert_same(mechanism(q, k, v, causal=True), plain(q, k, v, causal=True, past=before))
     with pytest.raises(ValueError, match="Favor features without an epsilon have no fixed scale"):
         build("performer", phantom=0.3)
 
@@ -310,11 +312,13 @@ def _() -> None:
     split = build("split", parts=parts)
     for causal in (False, True):
         out = split(q, k, v, causal=causal)
-        same(out[:, :, :1], build("local", num_heads=1, window=3)(*(x[:, :, :1] for x in (q, k, v)), causal=causal))
-        same(out[:, :, 1:], build("linear", num_heads=2)(*(x[:, :, 1:] for x in (q, k, v)), causal=causal))
+        assert_same(
+            out[:, :, :1], build("local", num_heads=1, window=3)(*(x[:, :, :1] for x in (q, k, v)), causal=causal)
+        )
+        assert_same(out[:, :, 1:], build("linear", num_heads=2)(*(x[:, :, 1:] for x in (q, k, v)), causal=causal))
     one_key_head = build("split", parts=parts, num_kv_heads=1)
     out = one_key_head(q, k[:, :, :1], v[:, :, :1], causal=True)
-    same(out, split(q, k[:, :, :1].expand_as(k), v[:, :, :1].expand_as(v), causal=True))
+    assert_same(out, split(q, k[:, :, :1].expand_as(k), v[:, :, :1].expand_as(v), causal=True))
 
 
 @pytest.mark.parametrize("name", [name for name in list_mechanisms() if name not in ("decay", "delta")])
@@ -333,7 +337,7 @@ def test_grouped_heads_and_value_width(name: str) -> None:
     for causal in (False, True):
         out = grouped(q, k, v, causal=causal)
         assert out.shape == (B, T, 6, E)
-        same(out, full(q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2), causal=causal))
+        assert_same(out, full(q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2), causal=causal))
 
 
 @pytest.mark.parametrize(
@@ -348,10 +352,10 @@ def test_a_window_is_resized(options: dict) -> None:
     wide = build("local", num_heads=2, head_dim=6, value_dim=6, **(options | {"window": 7}))
     assert resized.window == wide.window
     for causal in (False, True):
-        same(resized(q, k, v, causal=causal), wide(q, k, v, causal=causal))
+        assert_same(resized(q, k, v, causal=causal), wide(q, k, v, causal=causal))
     differ(resized(q, k, v, causal=True), before)
     state = resized.write(resized.new_state(B, dtype=torch.float64), k, v)
-    same(resized.read(state, q[:, -1:]), wide(q, k, v, causal=True)[:, -1:])
+    assert_same(resized.read(state, q[:, -1:]), wide(q, k, v, causal=True)[:, -1:])
 
 
 def test_a_window_with_a_table_is_not_resized() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from option_cases import B, D, E, H, T, build, checks, inputs, option_test, same
+from option_cases import B, D, E, H, T, assert_same, build, checks, inputs, option_test
 from torch import Tensor
 
 from longspan import Mechanism, build_mechanism
@@ -156,7 +156,7 @@ def check(name: str, chosen: list[tuple[dict, object]]) -> None:
         m = build(name, **options)
         x = gated_inputs(m)
         x = x if m.num_gates else {key: y for key, y in x.items() if key != "gates"}
-        same(m(**x, causal=True), definition(name, m, weights)(**x, causal=True))
+        assert_same(m(**x, causal=True), definition(name, m, weights)(**x, causal=True))
         assert m.num_gates == x.get("gates", x["v"][..., :0]).shape[-1]
 
 

@@ -13,13 +13,13 @@ from option_cases import (
     E,
     H,
     T,
+    assert_same,
     build,
     check_dropout,
     checks,
     differ,
     inputs,
     option_test,
-    same,
     softmax_attention,
 )
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ def _() -> None:
         mechanism = build("linformer", rank=rank, max_length=T)
         assert mechanism.keys.table.shape == (1, T, rank)
         assert mechanism.new_state(B).k.shape == (B, H, rank, D)
-        same(mechanism(q, k, v), linformer(q, k, v, mechanism.keys.table[0], mechanism.values.table[0]))
+        assert_same(mechanism(q, k, v), linformer(q, k, v, mechanism.keys.table[0], mechanism.values.table[0]))
     assert build("linformer", rank=4, max_length=10, projection="convolution").rank == 4
 
 
@@ -54,7 +54,7 @@ def _() -> None:
         shorter(q, k, v)
     # Shorter input uses the first rows of the table.
     e, f = (x.table[0, :11] for x in (mechanism.keys, mechanism.values))
-    same(mechanism(q, k[:, :11], v[:, :11]), linformer(q, k[:, :11], v[:, :11], e, f))
+    assert_same(mechanism(q, k[:, :11], v[:, :11]), linformer(q, k[:, :11], v[:, :11], e, f))
 
 
 @checks("linformer", "projection")
@@ -65,7 +65,7 @@ def _() -> None:
     random = build("linformer", rank=4, max_length=T, projection="random")
     assert list(random.parameters()) == []
     assert {"keys.table", "values.table"} <= set(random.state_dict()), "not trained, but saved"
-    same(random(q, k, v), linformer(q, k, v, random.keys.table[0], random.values.table[0]))
+    assert_same(random(q, k, v), linformer(q, k, v, random.keys.table[0], random.values.table[0]))
 
     convolution = build("linformer", rank=5, max_length=20, projection="convolution")
     assert convolution.keys.kernel.shape == (4, D, D)
@@ -77,11 +77,11 @@ def _() -> None:
         return rows.view(B, H, -1, 5).permute(0, 3, 1, 2)
 
     compressed = strided(k, convolution.keys.kernel), strided(v, convolution.values.kernel)
-    same(convolution(q, k, v), softmax_attention(q, *compressed))
+    assert_same(convolution(q, k, v), softmax_attention(q, *compressed))
 
     shared = Projection(4, T).double()
     mechanism = build("linformer", projection=shared)
-    same(mechanism(q, k, v), linformer(q, k, v, shared.table[0], shared.table[0]))
+    assert_same(mechanism(q, k, v), linformer(q, k, v, shared.table[0], shared.table[0]))
 
 
 @checks("linformer", "share_projection")
@@ -92,7 +92,7 @@ def _() -> None:
     assert len(list(shared.parameters())) == 1
     differ(apart.keys.table, apart.values.table)
     q, k, v = inputs()
-    same(shared(q, k, v), linformer(q, k, v, shared.keys.table[0], shared.keys.table[0]))
+    assert_same(shared(q, k, v), linformer(q, k, v, shared.keys.table[0], shared.keys.table[0]))
 
 
 @checks("linformer", "per_head")
@@ -108,7 +108,7 @@ def _() -> None:
                 mechanism.keys.table[h : h + 1],
                 mechanism.values.table[h : h + 1],
             )
-            same(out[:, :, h : h + 1], one(*(x[:, :, h : h + 1] for x in (q, k, v)), causal=causal))
+            assert_same(out[:, :, h : h + 1], one(*(x[:, :, h : h + 1] for x in (q, k, v)), causal=causal))
     # Kernels and biases are the heads' own too.
     apart = build("linformer", rank=4, max_length=T, projection="convolution", per_head=True, bias=True)
     assert apart.keys.kernel.shape == (H, 5, D, D)
@@ -121,7 +121,7 @@ def _() -> None:
         for h in range(H):
             one = build("linformer", rank=4, max_length=T, projection="convolution", bias=True, num_heads=1)
             one.load_state_dict({name: x[h] for name, x in apart.state_dict().items()})
-            same(out[:, :, h : h + 1], one(*(x[:, :, h : h + 1] for x in (q, k, v)), causal=causal))
+            assert_same(out[:, :, h : h + 1], one(*(x[:, :, h : h + 1] for x in (q, k, v)), causal=causal))
 
 
 @checks("linformer", "whole_stretches")
@@ -135,9 +135,9 @@ def _() -> None:
         torch.einsum("brshd,sdc->brhc", x[:, :16].unflatten(1, (8, 2)), p.kernel)
         for x, p in ((k, mechanism.keys), (v, mechanism.values))
     ]
-    same(out, softmax_attention(q, *half))
+    assert_same(out, softmax_attention(q, *half))
     k[:, 16:], v[:, 16:] = 7, 7  # What is left over counts for nothing.
-    same(mechanism(q, k, v), out)
+    assert_same(mechanism(q, k, v), out)
     with pytest.raises(ValueError, match="whole_stretches is for a convolution"):
         build("linformer", rank=4, max_length=T, whole_stretches=True)
 
@@ -147,13 +147,13 @@ def _() -> None:
     q, k, v = inputs()
     mechanism = build("linformer", rank=4, max_length=6, periodic=True)
     e, f = (x.table[0].repeat(3, 1)[:T] / 3 for x in (mechanism.keys, mechanism.values))  # Three periods have begun.
-    same(mechanism(q, k, v), linformer(q, k, v, e, f))
+    assert_same(mechanism(q, k, v), linformer(q, k, v, e, f))
     for t in (0, 5, 6, 12, 16):
         part = mechanism(q[:, t : t + 1], k[:, : t + 1], v[:, : t + 1])
-        same(mechanism(q, k, v, causal=True)[:, t : t + 1], part)
+        assert_same(mechanism(q, k, v, causal=True)[:, t : t + 1], part)
     # A sequence repeated whole is compressed to the same rows.
     twice = mechanism(q[:, :6], k[:, :6].repeat(1, 2, 1, 1), v[:, :6].repeat(1, 2, 1, 1))
-    same(twice, mechanism(q[:, :6], k[:, :6], v[:, :6]))
+    assert_same(twice, mechanism(q[:, :6], k[:, :6], v[:, :6]))
 
 
 @checks("linformer", "bias")
@@ -168,8 +168,8 @@ def _() -> None:
         torch.einsum("sr,bshd->brhd", p.table[0], x) + p.bias[:, :, None]
         for p, x in ((mechanism.keys, k), (mechanism.values, v))
     ]
-    same(mechanism(q, k, v), softmax_attention(q, *rows))
-    same(mechanism(q, k, v, causal=True)[:, -1], softmax_attention(q, *rows)[:, -1])
+    assert_same(mechanism(q, k, v), softmax_attention(q, *rows))
+    assert_same(mechanism(q, k, v, causal=True)[:, -1], softmax_attention(q, *rows)[:, -1])
 
 
 @checks("linformer", "dropout")
@@ -205,14 +205,14 @@ def _() -> None:
     mechanism = build("linformer", rank=4, max_length=T, keep_slots=True)
     hidden = [x.masked_fill(~mask[:, :, None, None], 0) for x in (k, v)]
     expected = linformer(q, *hidden, mechanism.keys.table[0], mechanism.values.table[0])
-    same(mechanism(q, k, v, key_mask=mask), expected)
+    assert_same(mechanism(q, k, v, key_mask=mask), expected)
     state = mechanism.write(mechanism.new_state(B, dtype=q.dtype), k, v, key_mask=mask)
-    same(mechanism.read(state, q), expected)
+    assert_same(mechanism.read(state, q), expected)
     windows = build("linformer", rank=4, max_length=20, projection="convolution", keep_slots=True)
     with pytest.raises(ValueError, match=r"a window of 5 tokens that are all hidden.*pad on the right"):
         windows.write(windows.new_state(B, dtype=q.dtype), k, v, key_mask=mask)
     written = windows.write(windows.new_state(B, dtype=q.dtype), k, v, key_mask=(right := mask.flip(1) | mask[1]))
-    same(windows.read(written, q), windows(q, k, v, key_mask=right))
+    assert_same(windows.read(written, q), windows(q, k, v, key_mask=right))
     part = {"mechanism": "linformer", "num_heads": H, "keep_slots": True}
     with pytest.raises(ValueError, match="keep_slots is for a Linformer with all heads"):
         build("split", parts=[part])

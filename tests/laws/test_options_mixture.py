@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from option_cases import B, D, E, H, T, build, checks, differ, inputs, option_test, positions, same, softmax_attention
+from option_cases import (
+    B,
+    D,
+    E,
+    H,
+    T,
+    assert_same,
+    build,
+    checks,
+    differ,
+    inputs,
+    option_test,
+    positions,
+    softmax_attention,
+)
 
 from longspan import build_mechanism
 from longspan.mechanisms.decay import DecayAttention
@@ -17,11 +31,11 @@ def _() -> None:
     q, k, v = inputs()
     i, j = positions()
     small, large = build("mixture", window=5), build("mixture", window=T)
-    same(large(q, k, v, causal=True), softmax_attention(q, k, v, i >= j))
-    same(small(q, k, v, causal=True)[:, :5], softmax_attention(q, k, v, i >= j)[:, :5])
+    assert_same(large(q, k, v, causal=True), softmax_attention(q, k, v, i >= j))
+    assert_same(small(q, k, v, causal=True)[:, :5], softmax_attention(q, k, v, i >= j)[:, :5])
     differ(small(q, k, v, causal=True)[:, 5:], large(q, k, v, causal=True)[:, 5:])
     small.mix_bias.data.fill_(BLIND)
-    same(small(q, k, v, causal=True), softmax_attention(q, k, v, (i >= j) & (i - j < 5)))
+    assert_same(small(q, k, v, causal=True), softmax_attention(q, k, v, (i >= j) & (i - j < 5)))
     with pytest.raises(ValueError, match="window counts the query's own key and must be at least 1, got 0"):
         build("mixture", window=0)
 
@@ -30,7 +44,7 @@ def _() -> None:
 def _() -> None:
     q, k, v = inputs()
     i, j = positions()
-    same(build("mixture", scale=0.9)(q, k, v, causal=True), softmax_attention(q, k, v, i >= j, scale=0.9))
+    assert_same(build("mixture", scale=0.9)(q, k, v, causal=True), softmax_attention(q, k, v, i >= j, scale=0.9))
 
 
 @checks("mixture", "memory")
@@ -47,7 +61,7 @@ def _() -> None:
         alone = mixture.memory(q[:, 3:], k[:, :-3], v[:, :-3], causal=True)
         if isinstance(mixture.memory, DecayAttention):
             alone = alone / (alone.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-        same(mixture(q, k, v, causal=True)[:, 3:], alone)
+        assert_same(mixture(q, k, v, causal=True)[:, 3:], alone)
     for wrong, says in (
         ("softmax", "the memory must be linear, decay or delta, got SoftmaxAttention"),
         ({"mechanism": "linear", "feature_map": "softmax"}, "a feature map without log scale or epsilon"),
@@ -75,7 +89,7 @@ def _() -> None:
     weights = torch.cat([scores, sink[..., None]], -1).softmax(-1)
     expected = torch.einsum("bhts,bshe->bthe", weights[..., :-1], v)
     expected += weights[..., -1].transpose(1, 2)[..., None] * mixture.sink_value
-    same(mixture(q, k, v, causal=True), expected)
+    assert_same(mixture(q, k, v, causal=True), expected)
     differ(mixture(q, k, v, causal=True)[:, 5:], build("mixture", window=5)(q, k, v, causal=True)[:, 5:])
 
 

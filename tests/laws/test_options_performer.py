@@ -13,6 +13,7 @@ from option_cases import (
     E,
     H,
     T,
+    assert_same,
     build,
     by_weights,
     checks,
@@ -20,7 +21,6 @@ from option_cases import (
     inputs,
     kernel_attention,
     option_test,
-    same,
     scores,
     softmax_attention,
 )
@@ -50,8 +50,8 @@ def _() -> None:
         weights = torch.einsum("bhm,bshm->bsh", query[:, t], keys)
         den = weights.sum(1) + 0.05 * query[:, t].sum(-1)
         expected = torch.einsum("bsh,bshe->bhe", weights, v[:, : t + 1]) / den[..., None]
-        same(mechanism(q, k, v, causal=True)[:, t], expected)
-    same(mechanism(q, k, v), plain(q, k, v))  # Causal only.
+        assert_same(mechanism(q, k, v, causal=True)[:, t], expected)
+    assert_same(mechanism(q, k, v), plain(q, k, v))  # Causal only.
     with pytest.raises(ValueError, match="must not be negative"):
         build("performer", epsilon=0.01, phantom=-0.05)
 
@@ -64,7 +64,7 @@ def _() -> None:
     assert w.shape == (11, D)
     assert mechanism.new_state(B).kv.shape == (B, H, 11, E)
     for causal in (False, True):
-        same(mechanism(q, k, v, causal=causal), kernel_attention(favor(q, w), favor(k, w), v, causal))
+        assert_same(mechanism(q, k, v, causal=causal), kernel_attention(favor(q, w), favor(k, w), v, causal))
 
 
 @pytest.mark.parametrize("dim", [1, 2, 5, 64, 128])
@@ -99,10 +99,10 @@ def _() -> None:
 def _() -> None:
     q, k, v = inputs()
     bare = build("performer", projection=False)
-    same(bare(q, k, v, causal=True), build("linear", feature_map="softmax")(q, k, v, causal=True))
+    assert_same(bare(q, k, v, causal=True), build("linear", feature_map="softmax")(q, k, v, causal=True))
     relu = build("performer", projection=False, kernel="relu")
     fq, fk = (F.relu(x * D**-0.25) + 1e-3 for x in (q, k))
-    same(relu(q, k, v, causal=True), kernel_attention(fq, fk, v, True))
+    assert_same(relu(q, k, v, causal=True), kernel_attention(fq, fk, v, True))
     assert relu.new_state(B).kv.shape == (B, H, D, E)
     assert not any("projection" in name for name in relu.state_dict())
     relu.redraw()  # Nothing to draw: states stay good.
@@ -148,14 +148,14 @@ def _() -> None:
         largest_k = (k * D**-0.25 @ w.T).amax((1, 3), keepdim=True)
         return kernel_attention(favor(q, w) / largest_q.exp() + 0.05, favor(k, w) / largest_k.exp() + 0.05, v)
 
-    same(mechanism(q, k, v), old(q, k, v))
+    assert_same(mechanism(q, k, v), old(q, k, v))
     differ(mechanism(q, k, v), kernel_attention(favor(q, w), favor(k, w), v))
     causal = mechanism(q, k, v, causal=True)
     for t in range(T):
-        same(causal[:, t : t + 1], old(q[:, t : t + 1], k[:, : t + 1], v[:, : t + 1]))
+        assert_same(causal[:, t : t + 1], old(q[:, t : t + 1], k[:, : t + 1], v[:, : t + 1]))
     relu = build("performer", kernel="relu", epsilon=0.5)
     w = relu.feature_map.projection
-    same(relu(q, k, v), kernel_attention(*(F.relu(x * D**-0.25 @ w.T) + 0.5 for x in (q, k)), v))
+    assert_same(relu(q, k, v), kernel_attention(*(F.relu(x * D**-0.25 @ w.T) + 0.5 for x in (q, k)), v))
 
 
 @checks("performer", "redraw_interval")
@@ -182,10 +182,10 @@ def _() -> None:
     w = mechanism.feature_map.projection
     keys = favor(k, w)
     query = (q * D**-0.25 @ w.T).softmax(-1)  # A query's features sum to one, and so do its weights over the keys.
-    same(mechanism(q, k, v), by_weights(scores(query, keys / keys.sum(1, keepdim=True)), v))
+    assert_same(mechanism(q, k, v), by_weights(scores(query, keys / keys.sum(1, keepdim=True)), v))
     relu = build("performer", kernel="relu", normalize="none")
     w = relu.feature_map.projection
-    same(relu(q, k, v), by_weights(scores(*(F.relu(x * D**-0.25 @ w.T) + 1e-3 for x in (q, k))), v))
+    assert_same(relu(q, k, v), by_weights(scores(*(F.relu(x * D**-0.25 @ w.T) + 1e-3 for x in (q, k))), v))
 
 
 def test_eval_never_redraws() -> None:
@@ -221,7 +221,7 @@ def test_counts_survive_a_state_dict() -> None:
     state = mechanism.write(mechanism.new_state(B, dtype=torch.float64), k, v)
     loaded = build("performer")
     loaded.load_state_dict(mechanism.state_dict())
-    same(loaded.read(state, q), mechanism.read(state, q))
+    assert_same(loaded.read(state, q), mechanism.read(state, q))
 
 
 def test_redraw_with_a_generator_is_repeatable() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import B, Case, D, T, all_cases, assert_same, each_case, lengths_to_mask
+from helpers import B, Case, D, T, all_cases, assert_same, each_case, lengths_to_mask, refused
 from torch import Tensor
 
 from longspan import Mechanism
@@ -27,11 +26,6 @@ DIM = 11
 QUERIES = [0, 3, 8, 11, -1]
 KINDS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 MASKED = pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
-
-
-def refused(*parts: str):
-    """pytest.raises for an error whose text holds these parts in this order."""
-    return pytest.raises(ValueError, match=r"(?s)" + ".*".join(re.escape(part) for part in parts))
 
 
 def mixes_features(m: Mechanism) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import refused
 from torch import Tensor, nn
 
 from longspan import Mechanism, build_mechanism, register_mechanism
@@ -23,11 +23,6 @@ from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConf
 from longspan.models.transformer import Classifier, EncoderDecoder, LanguageModel, Transformer
 
 VOCABULARY = 23
-
-
-def refused(*parts: str, error: type[Exception] = ValueError):
-    """pytest.raises for an error whose text holds these parts in this order."""
-    return pytest.raises(error, match=r"(?s)" + ".*".join(re.escape(part) for part in parts))
 
 
 def config(mechanism: Any = "linear", attention: dict | None = None, **more: Any) -> ModelConfig:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import assert_same
 from torch import Tensor
 
 from longspan import Attention, AttentionConfig, LanguageModel, ModelConfig, Packing, Sampling, generate, load, save
@@ -33,10 +34,6 @@ def build(options: dict[str, Any], **more: Any) -> LanguageModel:
     return LanguageModel(config).to(F64).eval()
 
 
-def same(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
-
-
 @EACH
 def test_states_masks_and_packing(options: dict[str, Any]) -> None:
     """Pieces, single tokens, padding on both sides and packed sequences equal the whole."""
@@ -45,20 +42,20 @@ def test_states_masks_and_packing(options: dict[str, Any]) -> None:
     for start, stop in ((0, 5), (5, 6), (6, 8), (8, T)):
         out, state = model.extend(tokens[:, start:stop], state)
         outs.append(out)
-    same(torch.cat(outs, 1), expected)
+    assert_same(torch.cat(outs, 1), expected)
     for left, right in ((7, 0), (0, 4), (3, 2)):
         mask = torch.zeros(2, T, dtype=torch.bool)
         mask[:, left : T - right] = True
         shorter = model(tokens[:, left : T - right])
-        same(model(tokens, key_mask=mask)[:, left : T - right], shorter)
+        assert_same(model(tokens, key_mask=mask)[:, left : T - right], shorter)
         got, after = model.extend(tokens, model.new_state(2, dtype=F64), key_mask=mask)
-        same(got[:, left : T - right], shorter)
-        same(
+        assert_same(got[:, left : T - right], shorter)
+        assert_same(
             model.extend(tokens[:, :3], after)[0],
             model(torch.cat([tokens[:, left : T - right], tokens[:, :3]], 1))[:, -3:],
         )
     packed = model(tokens[:1], packing=Packing.from_lengths([7, 1, 21]))
-    same(packed, torch.cat([model(part) for part in tokens[:1].split([7, 1, 21], 1)], 1))
+    assert_same(packed, torch.cat([model(part) for part in tokens[:1].split([7, 1, 21], 1)], 1))
 
 
 @EACH
@@ -85,7 +82,7 @@ def test_a_layer_is_extended_by_padded_and_packed_pieces(options: dict[str, Any]
     last = layer.extend(more, state)[0]
     for b, row in enumerate(rows):
         expected = layer(torch.cat([row, more[b : b + 1]], 1))[:, 5:]
-        same(torch.cat([found[b], last[b : b + 1]], 1), expected)
+        assert_same(torch.cat([found[b], last[b : b + 1]], 1), expected)
 
 
 @EACH
@@ -111,7 +108,7 @@ def test_rows_of_a_state_can_be_chosen(options: dict[str, Any]) -> None:
     model, tokens = build(options), torch.randint(V, (3, T))
     _, state = model.extend(tokens[:, :8], model.new_state(3, dtype=F64))
     chosen = model.extend(tokens[[2, 0], 8:], state.select([2, 0]))[0]
-    same(chosen, model(tokens)[[2, 0], 8:])
+    assert_same(chosen, model(tokens)[[2, 0], 8:])
 
 
 def test_a_convolution_is_a_weighted_sum_of_the_last_tokens() -> None:
@@ -125,7 +122,7 @@ def test_a_convolution_is_a_weighted_sum_of_the_last_tokens() -> None:
     before = F.pad(joined, (0, 0, 2, 0))
     mixed = F.silu(sum(conv.weight[j] * before[:, 2 - j : 2 - j + T] for j in range(3)))
     q, k, v = (y.unflatten(2, (H, -1)) for y in mixed.chunk(3, 2))
-    same(layer(x), layer.project_output(x, layer.mechanism(q, k, v, causal=True)))
+    assert_same(layer(x), layer.project_output(x, layer.mechanism(q, k, v, causal=True)))
     state = layer.new_state(1, dtype=F64)
     assert isinstance(state, ConvolutionState)
     assert state.recent.shape == (1, 2, 3 * DIM)
@@ -137,10 +134,10 @@ def test_output_norm_and_gate() -> None:
     q, k, v = layer.to_q(x), *layer.to_kv(x).chunk(2, 2)
     out = layer.mechanism(*(y.unflatten(2, (H, -1)) for y in (q, k, v)))
     out = out * (out.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-    same(layer(x), layer.to_out(out.flatten(2) * F.silu(layer.to_out_gate(x))))
+    assert_same(layer(x), layer.to_out(out.flatten(2) * F.silu(layer.to_out_gate(x))))
     sigmoid = Attention(DIM, AttentionConfig(num_heads=H, out_norm=True, out_gate="sigmoid")).to(F64)
     sigmoid.load_state_dict(layer.state_dict())
-    same(sigmoid(x), layer.to_out(out.flatten(2) * layer.to_out_gate(x).sigmoid()))
+    assert_same(sigmoid(x), layer.to_out(out.flatten(2) * layer.to_out_gate(x).sigmoid()))
 
 
 def test_value_heads_share_query_and_key_heads() -> None:
@@ -153,7 +150,7 @@ def test_value_heads_share_query_and_key_heads() -> None:
     q, k = (y.unflatten(2, (2, -1)).repeat_interleave(2, 2) for y in (q, k))
     gates = layer.to_mechanism_gates(x).unflatten(2, (H, -1))
     out = layer.mechanism(q, k, v.unflatten(2, (H, -1)), gates=gates, causal=True)
-    same(layer(x), layer.to_out(out.flatten(2)))
+    assert_same(layer(x), layer.to_out(out.flatten(2)))
 
 
 @pytest.mark.parametrize(
@@ -190,4 +187,4 @@ def test_kernels_leave_padding_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = TokenLayout.of(x, causal=True, key_mask=mask)
     expected = layer(layout.zero_fill(x), layout)
     monkeypatch.setattr(layers, "short_convolution", unmasked)
-    same(layer(layout.zero_fill(x), layout), expected)
+    assert_same(layer(layout.zero_fill(x), layout), expected)

@@ -142,7 +142,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(op, "_kernels", lambda spy=spy: spy)
     rotate = SimpleNamespace(rotate=lambda x, *args, **options: x.new_empty(x.shape))
     monkeypatch.setattr(rotary, "_kernels", lambda: rotate)
-    monkeypatch.setattr(hedgehog, "kernels", lambda: Spy("hedgehog", reached, hedgehog._Hedgehog.fake))
+    monkeypatch.setattr(hedgehog._Hedgehog, "kernels", lambda: Spy("hedgehog", reached, hedgehog._Hedgehog.fake))
     monkeypatch.setattr(decode_op, "kernels", lambda name: Spy(name, reached))
     monkeypatch.setattr(dispatch, "triton_missing", lambda device: None)
     monkeypatch.setattr(dispatch, "why_no_triton", lambda: None)

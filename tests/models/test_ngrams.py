@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from helpers import assert_same
 
 from longspan import Attention, AttentionConfig, LanguageModel, ModelConfig, Packing, Sampling, generate, load, save
 from longspan.generation.session import Session
@@ -39,28 +39,24 @@ def build(**options: Any) -> LanguageModel:
     return model
 
 
-def same(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
-
-
 def test_pieces_padding_and_packing_equal_the_whole() -> None:
     model, tokens = build(), torch.randint(V, (2, T))
     expected, state, outs = model(tokens), model.new_state(2, dtype=F64), []
     for start, stop in ((0, 5), (5, 6), (6, 8), (8, 8), (8, T)):
         out, state = model.extend(tokens[:, start:stop], state)
         outs.append(out)
-    same(torch.cat(outs, 1), expected)
+    assert_same(torch.cat(outs, 1), expected)
     for left, right in ((7, 0), (0, 4), (3, 2)):
         mask = torch.zeros(2, T, dtype=torch.bool)
         mask[:, left : T - right] = True
         own = tokens[:, left : T - right]
-        same(model(tokens, key_mask=mask)[:, left : T - right], model(own))
+        assert_same(model(tokens, key_mask=mask)[:, left : T - right], model(own))
         got, after = model.extend(tokens, model.new_state(2, dtype=F64), key_mask=mask)
-        same(got[:, left : T - right], model(own))
-        same(model.extend(tokens[:, :3], after)[0], model(torch.cat([own, tokens[:, :3]], 1))[:, -3:])
+        assert_same(got[:, left : T - right], model(own))
+        assert_same(model.extend(tokens[:, :3], after)[0], model(torch.cat([own, tokens[:, :3]], 1))[:, -3:])
     packed = model(tokens[:1], packing=Packing.from_lengths([7, 1, 21]))
-    same(packed, torch.cat([model(part) for part in tokens[:1].split([7, 1, 21], 1)], 1))
-    same(chunked_loss(model, tokens, chunk_length=7)[0], model.loss(tokens))
+    assert_same(packed, torch.cat([model(part) for part in tokens[:1].split([7, 1, 21], 1)], 1))
+    assert_same(chunked_loss(model, tokens, chunk_length=7)[0], model.loss(tokens))
 
 
 def test_states_merge_and_rows_can_be_chosen() -> None:
@@ -72,7 +68,7 @@ def test_states_merge_and_rows_can_be_chosen() -> None:
     last = model.extend(tokens[:, 28:], model.new_state(3, start=28, transition=True, dtype=F64))[1]
     assert torch.equal(merged.merge(last).recent, whole.recent)
     chosen = model.extend(tokens[[2, 0], :4], whole.select([2, 0]))[0]
-    same(chosen, model(torch.cat([tokens, tokens[:, :4]], 1))[[2, 0], -4:])
+    assert_same(chosen, model(torch.cat([tokens, tokens[:, :4]], 1))[[2, 0], -4:])
 
 
 def test_generation_sessions_and_checkpoints(tmp_path: Any) -> None:
@@ -84,7 +80,7 @@ def test_generation_sessions_and_checkpoints(tmp_path: Any) -> None:
     logits, state = model.extend(tokens, model.new_state(1, dtype=F64))
     Session(state, logits[:, -1], tokens, model).save(tmp_path / "session")
     again = Session.load(tmp_path / "session", model).extend(model, [5, 7])
-    same(again.logits, model(torch.cat([tokens, torch.tensor([[5, 7]])], 1))[:, -1])
+    assert_same(again.logits, model(torch.cat([tokens, torch.tensor([[5, 7]])], 1))[:, -1])
     save(model, tmp_path / "model")
     assert torch.equal(load(tmp_path / "model").eval()(tokens), model(tokens))
 
@@ -116,11 +112,11 @@ def test_values_are_those_of_the_projection_and_of_the_token() -> None:
     embedded = layer.project(x, replace(layout, tokens=tokens))[2]
     table, layer.value_embedding = layer.value_embedding, None
     assert table is not None
-    same(embedded, layer.project(x, layout)[2] + table(tokens).unflatten(2, (2, -1)))
+    assert_same(embedded, layer.project(x, layout)[2] + table(tokens).unflatten(2, (2, -1)))
     layer.value_embedding = table
     weights = attention_map(layer, x, [3, 17])
     layer.value_embedding = None
-    same(attention_map(layer, x, [3, 17]), weights)
+    assert_same(attention_map(layer, x, [3, 17]), weights)
     layer.value_embedding = table
     with pytest.raises(ValueError, match="value_embedding embeds tokens, and the layer got vectors alone"):
         layer.project(x, layout)
@@ -133,17 +129,17 @@ def test_capped_logits_have_one_loss_in_every_form(monkeypatch: pytest.MonkeyPat
     plain = build(logit_softcap=None)
     logits = model(tokens)
     assert plain(tokens).abs().max() > 1.5 > logits.abs().max()
-    same(logits, 1.5 * torch.tanh(plain(tokens) / 1.5))
+    assert_same(logits, 1.5 * torch.tanh(plain(tokens) / 1.5))
     assert cap_logits(logits, None) is logits
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-    same(model.loss(tokens), expected)
+    assert_same(model.loss(tokens), expected)
     monkeypatch.setattr("longspan.ops.loss.MAX_LOGITS", 7 * V)  # many chunks
-    same(model.loss(tokens), expected)
+    assert_same(model.loss(tokens), expected)
     hidden, weight = torch.randn(31, 10, dtype=F64, requires_grad=True), torch.randn(V, 10, dtype=F64)
     labels = torch.randint(V, (31,))
     many = torch.autograd.grad(cross_entropy(hidden, weight, None, labels, 2.0), hidden)[0]
     whole = F.cross_entropy(2 * torch.tanh(hidden @ weight.T / 2), labels)
-    same(many, torch.autograd.grad(whole, hidden)[0])
+    assert_same(many, torch.autograd.grad(whole, hidden)[0])
 
 
 def test_output_projections_begin_at_zero() -> None:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same, check_gradients_by_name, gradients, leaves
+from helpers import assert_same, check_gradients_by_name, gradients, leaves, refused
 from torch import Tensor
 
 from longspan import build_mechanism
 from longspan.models.vision import ImageAttention, ScaledSoftmax, efficient_attention
 
 B, C, HEIGHT, WIDTH, S, H, D, E = 2, 11, 7, 13, 5, 3, 5, 7
-
-
-def refused(*parts: str):
-    """pytest.raises for an error whose text holds these parts in this order."""
-    return pytest.raises(ValueError, match=r"(?s)" + ".*".join(re.escape(part) for part in parts))
 
 
 def build(raw_queries: bool = False, **options) -> ImageAttention:

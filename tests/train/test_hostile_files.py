@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from longspan import AttentionConfig, LanguageModel, ModelConfig, load, save
 from longspan.models.checkpoint import CONFIG, TENSORS, digests
-from longspan.train.data.readers import ReadOptions, find_source, read_documents
+from longspan.train.data.readers import DocumentChunk, DocumentReader, ReadOptions, find_source
 from longspan.train.evaluation import write_evaluation
 from longspan.train.plots import plot_losses
 from longspan.train.report import read_run, write_report
@@ -30,10 +31,18 @@ FIXTURES = Path(__file__).parents[1] / "guards" / "fixtures"
 SCRIPT = "<script>document.title='ran'</script>"
 
 
+def read_documents(path: Path, **options: Any) -> Iterator[DocumentChunk]:
+    """The documents of a file; an error if it is skipped."""
+    reader = DocumentReader(ReadOptions(**options))
+    yield from reader.read(path, None)
+    if reader.skipped and not reader.kinds:
+        raise ValueError(reader.skipped[0])
+
+
 def read(path: Path, **options: Any) -> list[bytes]:
     """The documents of a file."""
     documents, parts = [], b""
-    for chunk in read_documents(path, None, ReadOptions(**options)):
+    for chunk in read_documents(path, **options):
         parts += bytes(chunk.content)
         if chunk.last:
             documents.append(parts)
@@ -84,7 +93,7 @@ def test_a_decompression_bomb_is_refused_early(suffix: str, tmp_path: Path) -> N
     path.write_bytes(compress(bytes(17_000_003)))
     chunks = []
     with pytest.raises(ValueError, match=r"bomb.txt\S+ decompresses to more than 250 times its size"):
-        chunks.extend(read_documents(path, None, ReadOptions(format="bytes")))
+        chunks.extend(read_documents(path, format="bytes"))
     assert len(chunks) < 17
     text = os.urandom(70_000) + bytes(3_000_000)
     path.write_bytes(compress(text))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from helpers import needs_float8
-from training import arguments, curve, longspan, metrics, ranks, trained, write_corpus
+from training import arguments, curve, longspan, metrics, ranks, trained
 
 from longspan import AttentionConfig, LanguageModel, ModelConfig
 from longspan.train.config import TrainConfig, resolve
@@ -49,11 +49,6 @@ Trainer._after_step = stop
 
 def train_config(**options: Any) -> TrainConfig:
     return TrainConfig(data=("x",), out="y", **{"steps": 100, **options})
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "text")
 
 
 def test_orthogonal_factors() -> None:

@@ -46,11 +46,6 @@ PREVIOUS = "checkpoint-previous"
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "text")
-
-
-@pytest.fixture(scope="module")
 def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of 12 steps, with checkpoints of steps 10 and 12."""
     run = tmp_path_factory.mktemp("finished") / "run"

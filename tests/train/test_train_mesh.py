@@ -48,11 +48,6 @@ PERFORMER = {
 }
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "text")
-
-
 def assert_same_losses(run: Path, expected: Path) -> None:
     """Losses and evaluations agree up to rounding."""
     found, wanted = metrics(run), metrics(expected)

@@ -30,11 +30,6 @@ CARRIED: dict[str, Any] = {"steps": 30, "save_every": 3, "eval_every": 20, "carr
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "text")
-
-
-@pytest.fixture(scope="module")
 def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with the settings of SMALL, to compare with and to copy."""
     run = tmp_path_factory.mktemp("finished") / "run"

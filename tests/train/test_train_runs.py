@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training import SMALL, WORDS, arguments, curve, longspan, metrics, trained, write_corpus
+from training import SMALL, WORDS, arguments, curve, longspan, metrics, trained
 
 from longspan.layout import Packing
 from longspan.models.checkpoint import load
@@ -29,11 +29,6 @@ from longspan.train.data.batches import Batch, BatchShape
 from longspan.train.muon import layer_matrices
 from longspan.train.objectives import Objective, mask_tokens
 from longspan.train.setup import RedrawSchedule, learning_rate
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "text")
 
 
 def last(records: list[dict[str, Any]], name: str) -> float:

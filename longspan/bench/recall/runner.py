@@ -21,18 +21,19 @@ from typing import Any
 
 import torch
 
+from longspan.bench.arguments import check_device, check_positive
 from longspan.bench.environment import cores, environment
 from longspan.bench.jsonl import Row, append, prepare
 from longspan.bench.recall.results import best_lr, identify, key, plot, read, table
 from longspan.bench.recall.training import RecallRun, execute
 from longspan.bench.recall.variants import FIRST, RECIPES, LayerOptions, Recipe, model_config
+from longspan.bench.report import plot_beside
 from longspan.bench.subjects.base import is_out_of_memory, one_line
 from longspan.models.config import OutGate
 from longspan.train.synthetic.datasets import Dataset, cached_dataset
 from longspan.train.synthetic.tasks import SyntheticTask
 from longspan.utils import choose, printable
 
-DEVICES = ("cpu", "cuda")
 _SCORING = 15.0  # seconds between the end of training and the end of the time budget
 
 
@@ -98,17 +99,12 @@ class RecallOptions:
     def __post_init__(self) -> None:
         for name in self.tasks:
             choose("task", name, RECIPES)
-        choose("device", self.device, DEVICES)
         if not self.tasks or not self.seeds:
             raise ValueError("tasks and seeds must not be empty")
-        for name in ("dim", "depth", "heads", "length", "steps", "batch_tokens", "train_tokens", "score_sequences"):
-            _check_positive(name, getattr(self, name))
-        for name in ("jobs", "minutes", "threads", "run_seconds"):
-            _check_positive(name, getattr(self, name))
+        check_positive(self, "dim", "depth", "heads", "length", "steps", "batch_tokens", "train_tokens", "lrs")
+        check_positive(self, "score_sequences", "jobs", "minutes", "threads", "run_seconds")
         if self.gate_noise is not None and not 0 <= self.gate_noise < math.inf:
             raise ValueError(f"gate_noise must be 0 or more, got {self.gate_noise:g}")
-        if any(lr <= 0 for lr in self.lrs):
-            raise ValueError(f"lrs must be positive, got {', '.join(map(str, self.lrs))}")
         if any(seed < 0 for seed in self.seeds):
             raise ValueError(f"seeds must be 0 or more, got {', '.join(map(str, self.seeds))}")
         for task in self.tasks:
@@ -119,8 +115,7 @@ class RecallOptions:
             model_config(recipe.score, known["linear"], recipe.layer)
             if recipe.compile and recipe.gate_noise:
                 raise ValueError(f"compile excludes noise on gates, which {task} has: set gate_noise to 0")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("this PyTorch finds no CUDA device; use device cpu")
+        check_device(self.device)
 
     def recipe(self, task: str) -> Recipe:
         """Return how a task is trained with these options."""
@@ -134,11 +129,6 @@ class RecallOptions:
         given = {each.name: getattr(self, each.name) for each in fields(LayerOptions)}
         layer = replace(recipe.layer, **{name: value for name, value in given.items() if value is not None})
         return replace(recipe, layer=layer, **changes)
-
-
-def _check_positive(name: str, value: float | None) -> None:
-    if value is not None and value <= 0:
-        raise ValueError(f"{name} must be positive, got {value:g}")
 
 
 def run(options: RecallOptions) -> list[Row]:
@@ -163,12 +153,7 @@ def run(options: RecallOptions) -> list[Row]:
         _run_plan(plan, options, deadline)
     rows = read(options.out)
     print(table(rows).markdown(), flush=True)
-    picture = options.out.with_suffix(".png")
-    try:
-        written = f"{options.out} and {picture}" if plot(picture, rows) else str(options.out)
-    except ImportError as error:
-        written = f"{options.out}, without a plot: {error}; pip install 'longspan[train]'"
-    print(printable(f"written to {written}"), file=sys.stderr)
+    print(plot_beside(options.out, lambda path: plot(path, rows)), file=sys.stderr)
     return rows
 
 
@@ -236,7 +221,7 @@ class RecallPlan:
 
 
 def _pairs(options: RecallOptions) -> Iterator[tuple[str, str]]:
-    """Tasks and mechanisms, the most telling ones first."""
+    """Tasks and mechanisms, the most informative ones first."""
     chosen = {task: options.mechanisms or tuple(options.recipe(task).mechanisms) for task in options.tasks}
     first = [(task, name) for task in options.tasks for name in FIRST.get(task, ()) if name in chosen[task]]
     rest = [(task, name) for task in options.tasks for name in chosen[task] if (task, name) not in first]
@@ -277,7 +262,7 @@ def _run_plan(plan: RecallPlan, options: RecallOptions, deadline: float | None) 
 
 
 def _time_for_a_run(options: RecallOptions, deadline: float | None) -> bool:
-    """Whether a run that starts now could train for half of its seconds: shorter ones tell nothing."""
+    """Whether a run that starts now could train for half of its seconds: shorter ones cannot be compared."""
     if deadline is None or options.run_seconds is None:
         return True
     return deadline - _SCORING - time.monotonic() >= options.run_seconds / 2

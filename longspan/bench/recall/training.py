@@ -69,7 +69,7 @@ def execute(
         train: The data set of each of the recipe's training tasks, on the device.
         score: The sequences to score, on the device.
         device: Where to train.
-        deadline: When runs with a time limit end at the latest, as `time.monotonic` tells it.
+        deadline: When runs with a time limit end at the latest, by `time.monotonic`.
 
     Yields:
         A run that ended, and its accuracy, loss, number of steps, seconds, parameters and size of the state.
@@ -115,7 +115,7 @@ class _Training:
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), self._lr, (0.9, 0.98), weight_decay=0.0, fused=True, capturable=capturable
         )
-        # A round is a step on each data set; what differs between rounds lies in tables that the device reads.
+        # A round is a step on each data set; what differs between rounds is in tables on the device.
         self._rounds = -(-run.steps // len(data))
         self._lrs = self._schedule().to(device)
         self._rows = [self._draw(each, run.seed * len(data) + i).to(device) for i, each in enumerate(data)]
@@ -140,7 +140,7 @@ class _Training:
         return torch.randint(len(data), (self._rounds, size), generator=torch.Generator().manual_seed(seed))
 
     def round(self) -> None:
-        """Take a step on each data set, from a CUDA graph after the first time; now and then look at the loss."""
+        """Take a step on each data set, from a CUDA graph after the first time; read the loss after each block."""
         if self._graph is not None:
             self._graph.replay()
         elif self.stream is None or self._done == 0:
@@ -193,7 +193,7 @@ class _Training:
         self._lrs[: self._rounds].copy_(self._schedule())
 
     def _explain(self) -> str:
-        """Say what is not finite: the step is computed again, one module after another."""
+        """Describe what is not finite: the step is computed again, one module after another."""
         done = int(self._finite)
         i_round, i_data = divmod(done, len(self._data))
         data, rows = self._data[i_data], self._rows[i_data][i_round]

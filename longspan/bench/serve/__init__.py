@@ -1,7 +1,7 @@
 """A server under load: `longspan bench serve --model runs/demo` starts `longspan serve` and sends requests over HTTP.
 
 Sections: `load` sends requests at random times (Poisson) and of mixed lengths, beside `generate` at the same batch.
-Different ones are first asked alone; every answer under load must be the same text as the one alone, so that none is
+Different ones are first sent alone; every answer under load must be the same text as the one alone, so that none is
 lost and none is another's. `prefix` times the first token of a long cached prompt, `speculation` one stream with and
 without guesses, `quantize` one stream with and without int8 weights (on a CPU).
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from longspan.bench.environment import environment
-from longspan.bench.report import TextTable
+from longspan.bench.report import TextTable, plot_beside
 from longspan.bench.serve import latency, load
 from longspan.bench.serve.latency import PrefixResult, QuantizationResult, SpeculationResult
 from longspan.bench.serve.load import LoadResult
@@ -55,7 +55,7 @@ class ServeBenchOptions:
     prefix_tokens: int = 100_000
     """Tokens of the cached prompt."""
     distinct: int = 32
-    """Number of different requests, each of which is first asked alone."""
+    """Number of different requests, each of which is first sent alone."""
     stream: bool = True
     """Stream the answers; otherwise the time to the first token is that of the whole answer."""
     serve_arguments: tuple[str, ...] = ()
@@ -201,18 +201,13 @@ def _report(options: ServeBenchOptions, result: ServeResult) -> None:
     print("\n".join(table.markdown() for table in result.tables()))
     for error in sorted({error for x in result.loads for error in x.errors}):
         print(printable(f"error: {error}"))
-    written = str(options.out)
-    if result.loads:
-        try:
-            _plot(options.out.with_suffix(".png"), result.loads)
-            written += f" and {options.out.with_suffix('.png')}"
-        except ImportError as error:
-            written += f", without a plot: {error}; pip install 'longspan[train]'"
-    print(printable(f"written to {written}"), flush=True)
+    print(plot_beside(options.out, lambda path: _plot(path, result.loads)), flush=True)
 
 
-def _plot(path: Path, results: list[LoadResult]) -> None:
-    """Draw throughput and the percentiles of both times over the load."""
+def _plot(path: Path, results: list[LoadResult]) -> bool:
+    """Draw throughput and the percentiles of both times over the load; False if there is none."""
+    if not results:
+        return False
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3), layout="constrained")
@@ -232,3 +227,4 @@ def _plot(path: Path, results: list[LoadResult]) -> None:
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     figure.savefig(path, dpi=150)
+    return True

@@ -99,7 +99,7 @@ def _address(process: subprocess.Popen[bytes], log: IO[bytes]) -> Address:
 
 
 class Client:
-    """Asks one server, on connections that stay open for later requests, as those of most clients do.
+    """Sends requests to one server, over persistent connections as most clients do.
 
     Args:
         address: Where the server listens.
@@ -134,7 +134,7 @@ class Client:
         return answer
 
     async def counters(self) -> dict[str, float]:
-        """Return the numbers at /metrics that have no labels, by name; none if the server does not tell them."""
+        """Return the numbers at /metrics that have no labels, by name; none if the server does not report them."""
         found = {}
         with suppress(OSError, ValueError, EOFError):
             async with self._request(self._head("GET", "/metrics") + "\r\n") as (_, _, parts):

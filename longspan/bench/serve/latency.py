@@ -87,7 +87,7 @@ class QuantizationResult:
 
 
 def measure_prefix(options: ServeBenchOptions, model: LanguageModel) -> PrefixResult:
-    """Ask for the first token of one long prompt again and again."""
+    """Measure the time to the first token of one long prompt, sent several times."""
     prompt: list[int] | str = _random_prompt(options, model)
     flags = {**options.server_flags(model), "slots": options.slots, "max-body": "64MiB"}
     if model.config.vocab_size == 256:
@@ -186,7 +186,7 @@ def quantization_table(x: QuantizationResult) -> TextTable:
 
 
 async def _ask_in_turn(addresses: list[Address], bodies: list[dict[str, Any]]) -> list[Answer]:
-    """Ask every server each of the requests, one after another.
+    """Send each of the requests to every server, one after another.
 
     Raises:
         ValueError: If there is no answer.

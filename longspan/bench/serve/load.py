@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from longspan.bench.serve import ServeBenchOptions
 
 PERCENTILES = (50, 95, 99)
-_SAMPLE_SECONDS = 0.5  # between two looks at the server's counters
+_SAMPLE_SECONDS = 0.5  # between two samples of the server's counters
 _COUNTERS = ("decode_steps_total", "generation_tokens_total", "decode_seconds_total", "prefill_seconds_total")
 Body = dict[str, Any]
 
@@ -129,7 +129,7 @@ class Round(NamedTuple):
     def window(self) -> tuple[float, float]:
         """When the load is steady, see `LoadResult.steady_seconds`; the end is not after the beginning if it never is.
 
-        With answers that are not streamed, the time of a stream is not known, and the load counts as never steady.
+        With answers that are not streamed, the time of a stream is not known, and the load is never steady.
         """
         arrivals = [answer.arrived for answer in self.answers]
         longest = max((x.seconds - x.first for x in self.answers if x.first is not None and not x.error), default=0.0)
@@ -164,7 +164,7 @@ class Round(NamedTuple):
 
 
 def measure(options: ServeBenchOptions, model: LanguageModel) -> Iterator[list[LoadResult]]:
-    """Ask different requests alone, then offer each load; `generate` is measured before each.
+    """Send different requests alone, then offer each load; `generate` is measured before each.
 
     Yields:
         A result for each load, after every round.

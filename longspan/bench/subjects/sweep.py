@@ -15,7 +15,7 @@ from longspan.bench.subjects.peers import SDPA, FlexAttentionPeer, MechanismPeer
 from longspan.mechanisms import build_mechanism
 from longspan.protocol import Mechanism
 
-# The option of a mechanism that the sweep varies, and its default values on CUDA, the most telling ones first.
+# The option of a mechanism that the sweep varies, and its default values on CUDA, the most informative ones first.
 SIZES: dict[str, tuple[str, tuple[int, ...]]] = {
     "performer": ("num_features", (256, 64, 512, 128, 266, 1024)),
     "local": ("window", (256, 1024, 64, 512)),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from longspan.compat import linformer
 from longspan.compat.faithful import resolve_faithful
-from longspan.compat.layers import Chunk, as_bool
+from longspan.compat.layers import Chunk, as_bool, zero_fill
 from longspan.compat.linear_attention_transformer.functions import (
     LinearHeads,
     apply_rotory_pos_emb,
@@ -350,11 +350,6 @@ class AlignedRows:
     def _rotated(x: Tensor, amount: Tensor) -> Tensor:
         index = (torch.arange(x.shape[1], device=x.device) + amount) % x.shape[1]
         return torch.take_along_dim(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), 1)
-
-
-def zero_fill(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Set tokens of x (B, T, dim) outside a mask (B, T) to zero: NaN there would reach the gradients of the weights."""
-    return x if mask is None else x.masked_fill(~mask[..., None], 0)
 
 
 def _check_length(length: int, positions: int) -> None:

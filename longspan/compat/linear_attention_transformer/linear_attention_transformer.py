@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from longspan.compat.containers import ReversibleSequence, SequentialSequence
 from longspan.compat.faithful import resolve_faithful
 from longspan.compat.helpers import GELU_, exists, max_neg_value, rotate_every_two
-from longspan.compat.layers import Chunk, FeedForward, PreNorm, as_bool
+from longspan.compat.layers import Chunk, FeedForward, PreNorm, as_bool, zero_fill
 from longspan.compat.linear_attention_transformer.functions import (
     always,
     apply_rotory_pos_emb,
@@ -42,7 +42,6 @@ from longspan.compat.linear_attention_transformer.layers import (
     ProjectInOut,
     SelfAttention,
     sinusoids,
-    zero_fill,
 )
 from longspan.compat.linear_attention_transformer.options import (
     LanguageModelOptions,
@@ -110,8 +109,8 @@ _LM_POSITIONAL = (
 class LinearAttentionTransformer(CompatModel):
     """Transformer of local and linear attention for vectors, (B, T, dim) -> (B, T, dim).
 
-    bucket_size has no effect, as in the original. faithful: Compute as the original does, where it is mended here; see
-    `longspan.compat.faithful`.
+    bucket_size has no effect, as in the original. faithful: Compute as the original does, where it is corrected here;
+    see `longspan.compat.faithful`.
     """
 
     @init_from(TransformerOptions, _TRANSFORMER_POSITIONAL)
@@ -201,7 +200,7 @@ class LinearAttentionTransformer(CompatModel):
 
     def _routes(self) -> dict[str, tuple[tuple[bool, bool], ...]]:
         o = self.options
-        # Token shift before a feed-forward layer has to know which tokens are padding.
+        # Token shift before a feed-forward layer needs the mask of padding.
         own = True, o.shift_tokens and not o.faithful
         axial, cross = [(True, False)] * o.attend_axially, [(True, False)] * o.receives_context
         nothing = (False, False)
@@ -313,7 +312,7 @@ class LinearAttentionTransformerLM(CompatModel):
     """Language model of local and linear attention: tokens (B, T) -> logits (B, T, num_tokens).
 
     With return_embeddings it returns hidden states (B, T, dim). faithful: Compute as the original does, where it is
-    mended here; see `longspan.compat.faithful`.
+    corrected here; see `longspan.compat.faithful`.
     """
 
     @init_from(LanguageModelOptions, _LM_POSITIONAL)

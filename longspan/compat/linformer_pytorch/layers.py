@@ -83,7 +83,7 @@ def get_EF(  # noqa: N802
 
 
 class ProjectionShape(NamedTuple):
-    """What a `Projection` in place of E or F needs to know of it."""
+    """The kind and sizes of E or F, for the `Projection` in its place."""
 
     kind: str
     rank: int

@@ -58,7 +58,7 @@ class LocalMHA(nn.Module):
         dropout: Of the attention weights; the original, and a faithful layer, ignore it.
         exact_windowsize: By default True.
         faithful: Compute what the original does: padding is attended to or counted where it did, and cached decoding
-            rotates keys anew at each token. See `longspan.compat.faithful`.
+            rotates keys again at each token. See `longspan.compat.faithful`.
     """
 
     @init_from(MHAOptions)
@@ -140,7 +140,7 @@ class LocalMHA(nn.Module):
         state: State | None,
         return_state: bool,
     ) -> tuple[Tensor, State | None]:
-        """Attend, q, k and v (b, n, heads, d), and return the state after these tokens if it is asked for."""
+        """Attend, q, k and v (b, n, heads, d), and return the state after these tokens if requested."""
         span = None
         if mask is not None and self.causal and q.shape[1]:
             span = PaddedSpan.of(mask)  # padding takes no positions

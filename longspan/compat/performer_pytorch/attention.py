@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.compat.faithful import faithful, resolve_faithful
-from longspan.compat.layers import as_bool
+from longspan.compat.layers import as_bool, zero_fill
 from longspan.compat.local_attention import LocalAttention
 from longspan.compat.options import init_from
 from longspan.compat.performer_pytorch.kernels import (
@@ -287,11 +287,6 @@ class CrossAttention(Attention):
         if pos_emb is not None:
             warnings.warn("pos_emb has no effect: cross-attention is not rotated, as in the original", stacklevel=2)
         return super().forward(x, None, context, mask, context_mask)
-
-
-def zero_fill(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return x (B, T, dim) with hidden tokens zero: NaN there would reach the gradients of the weights."""
-    return x if mask is None else x.masked_fill(~mask[..., None], 0)
 
 
 def at_positions(table: Tensor, mask: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from longspan.compat.faithful import resolve_faithful
 from longspan.compat.generate import (
     Filter,
     FilterSampler,
+    decode_model,
     generate,
     repetition_penalty_fn,
     shift_labels,
@@ -23,7 +23,6 @@ from longspan.compat.generate import (
 )
 from longspan.compat.helpers import exists
 from longspan.compat.performer_pytorch.performer_pytorch import PerformerLM, has_hooks
-from longspan.models.transformer import LanguageModel
 from longspan.ops.loss import IGNORE_INDEX
 
 __all__ = ["AutoregressiveWrapper", "exists", "repetition_penalty_fn", "top_k", "top_p"]
@@ -53,19 +52,6 @@ class AutoregressiveWrapper(nn.Module):
         net = self.net
         return net if isinstance(net, PerformerLM) and type(net).forward is PerformerLM.forward else None
 
-    def _decoder(self) -> LanguageModel | None:
-        """Return a model that decodes from a state, or None if each token is to be computed from all before it."""
-        performer = self._performer()
-        if performer is None or not performer.options.causal or performer.faithful:
-            return None
-        try:
-            model = performer.to_longspan().eval()
-        except ValueError as error:
-            warnings.warn(f"each token recomputes all tokens before it: {error}", stacklevel=4)
-            return None
-        assert isinstance(model, LanguageModel)
-        return model
-
     @torch.no_grad()
     def generate(
         self,
@@ -87,7 +73,8 @@ class AutoregressiveWrapper(nn.Module):
         Generation ends early when every row chooses eos_token in the same step. repetition_penalty applies to the last
         repetition_penalty_ctx tokens of each row. Other keyword arguments are for a net that is not a PerformerLM.
         """
-        if kwargs and self._performer() is not None:
+        performer = self._performer()
+        if kwargs and performer is not None:
             raise TypeError(f"generate of a PerformerLM has no argument {', '.join(kwargs)}")
         cross: dict[str, Any] = {} if context is None else {"context": context, "context_mask": context_mask}
         if self.faithful:
@@ -104,13 +91,14 @@ class AutoregressiveWrapper(nn.Module):
         sampler = FilterSampler(
             start_tokens, filter_logits_fn, filter_thres, temperature, repetition_penalty, repetition_penalty_ctx
         )
+        decodes = performer is not None and performer.options.causal and not performer.faithful
         return generate(
             self.net,
             start_tokens,
             seq_len,
             sampler,
             max_length=self.max_seq_len,
-            model=self._decoder(),
+            model=decode_model(performer) if performer is not None and decodes else None,
             recompute=lambda tokens, mask: self.net(tokens, mask=mask, **cross, **kwargs),
             mask=mask,
             eos_token=eos_token,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from longspan.compat.faithful import faithful, resolve_faithful
 from longspan.compat.helpers import default, exists, rotate_every_two
-from longspan.compat.layers import Chunk
+from longspan.compat.layers import Chunk, zero_fill
 from longspan.compat.local_attention import LocalAttention
 from longspan.compat.options import init_from
 from longspan.compat.performer_pytorch import keys
@@ -26,7 +26,6 @@ from longspan.compat.performer_pytorch.attention import (
     FastAttention,
     SelfAttention,
     at_positions,
-    zero_fill,
 )
 from longspan.compat.performer_pytorch.kernels import (
     causal_linear_attention,

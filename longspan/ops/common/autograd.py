@@ -5,8 +5,10 @@ Forward-mode gradients (torch.func.jvp) and gradients of gradients raise an erro
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial, wraps
+from collections.abc import Callable, Sequence
+from functools import cache, partial, wraps
+from importlib import import_module
+from types import ModuleType
 from typing import Any, Protocol, TypeVar, get_type_hints
 
 import torch
@@ -110,6 +112,21 @@ class _NoTangent(torch.autograd.Function):
         )
 
 
+def lazy_module(name: str) -> Callable[[], ModuleType]:
+    """Return a function that imports a module of kernels, which need not be installed, on its first call."""
+    return cache(partial(import_module, name))
+
+
+def group(args: Sequence[Any], *types: Any) -> list[Any]:
+    """Return the arguments of an operation as instances of these NamedTuples, whose fields they are in order."""
+    found, start = [], 0
+    for kind in types:
+        end = start + len(kind._fields)
+        found.append(kind(*args[start:end]))
+        start = end
+    return found
+
+
 class DifferentiableOp:
     """Base class of operations; `differentiable_op` adds the attributes."""
 
@@ -117,10 +134,49 @@ class DifferentiableOp:
     traced: Any
     traced_backward: Any
 
+    @classmethod
+    def run(cls, *args: Any) -> Any:
+        """Return the results for the caller; the first argument is a tensor, whose device decides how."""
+        if dispatch.eager_untraced(args[0]):
+            return cls.direct(*args)
+        outputs = cls.traced(*refuse_forward_mode(*args))
+        return outputs if isinstance(outputs, Tensor) else cls.visible(outputs)
+
     @staticmethod
     def visible(outputs: tuple[Any, ...]) -> Any:
         """Return the results for the caller, by default the first output."""
         return outputs[0]
+
+
+class WeightedOp(DifferentiableOp):
+    """An operation of tokens x and a weight with one result, whose backward pass computes what it needs again.
+
+    A class names the module of its kernels, and defines `fake`.
+    """
+
+    kernels: Any
+
+    @classmethod
+    def forward(cls, x: Tensor, weight: Tensor, traced: bool = True) -> Any:
+        out = cls.kernels().forward(x, weight)
+        return out if traced else (out,)
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def differentiate(backward: Any, ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
+        d_x, d_weight = backward(*refuse_forward_mode(d_out, *ctx.saved_tensors))
+        return d_x, d_weight
+
+    @classmethod
+    def backward(cls, d_out: Tensor, x: Tensor, weight: Tensor, traced: bool = True) -> tuple[Tensor, Tensor]:
+        return cls.kernels().backward(d_out, x, weight)
+
+    @staticmethod
+    def backward_fake(d_out: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
 def differentiable_op(

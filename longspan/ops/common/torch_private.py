@@ -16,13 +16,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def functorch_active() -> bool:
-    """True inside torch.func transforms (vmap, grad, jvp). Assumed True where PyTorch does not tell."""
+    """True inside torch.func transforms (vmap, grad, jvp). Assumed True where PyTorch does not report it."""
     active = getattr(torch._C, "_are_functorch_transforms_active", None)
     return True if active is None else active()
 
 
 # Returns the level of forward-mode differentiation (torch.func.jvp, jacfwd, hessian, forward_ad.dual_level), −1 outside
-# of it; 0 where PyTorch does not tell. A partial, so that it costs every operation no Python frame.
+# of it; 0 where PyTorch does not report it. A partial, so that it costs every operation no Python frame.
 forward_ad_level: Callable[[], int] = partial(getattr, torch.autograd.forward_ad, "_current_level", 0)
 
 
@@ -62,7 +62,7 @@ def is_exporting() -> bool:
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Any:
-    """Return `function.apply` without its search for functorch transforms, of which the caller knows there are none."""
+    """Return `function.apply` without its search for functorch transforms, which the caller has ruled out."""
     return getattr(super(torch.autograd.Function, function), "apply", function.apply)
 
 

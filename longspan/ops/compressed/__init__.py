@@ -5,19 +5,19 @@ The README beside this file derives the operation, its causal form and its gradi
 
 from __future__ import annotations
 
-from importlib import import_module
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, autocast, bfloat16, float16, float32, is_autocast_enabled, is_grad_enabled
 from torch import dtype as DType
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
+from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, group, lazy_module, refuse_forward_mode
 from longspan.ops.compressed import fused
 from longspan.ops.compressed.fused import CompressedProblem as CompressedProblem
 from longspan.ops.compressed.torch import HAS_FLOAT32_RESULTS
 from longspan.ops.compressed.torch import compress as compress
+
+_causal_kernels = lazy_module("longspan.ops.compressed.triton.causal")
 
 # The causal kernels: tokens in a chunk, and the largest dimension of a head.
 CHUNK, LARGEST_CAUSAL = 64, 128
@@ -170,10 +170,7 @@ def causal_linformer(
     Returns:
         (B, T, H, E), and the compressed keys and values after the last token in float32.
     """
-    args = q, k, v, e, f, start_k, start_v
-    if dispatch.eager_untraced(q):
-        return _CausalLinformer.direct(*args)
-    return _CausalLinformer.traced(*refuse_forward_mode(*args))[:3]
+    return _CausalLinformer.run(q, k, v, e, f, start_k, start_v)
 
 
 def why_not_triton_causal(q: Tensor, k: Tensor, v: Tensor, rank: int) -> str | None:
@@ -234,12 +231,11 @@ class _CausalLinformer(DifferentiableOp):
 
     @staticmethod
     def backward(*args: Any, traced: bool = True) -> tuple[Tensor, ...]:
-        count = len(CausalSaved._fields)
-        return _causal_kernels().backward(CausalSaved(*args[:count]), CausalInputs(*args[count:]))
+        return _causal_kernels().backward(*group(args, CausalSaved, CausalInputs))
 
     @staticmethod
     def backward_fake(*args: Any) -> tuple[Tensor, ...]:
-        x = CausalInputs(*args[len(CausalSaved._fields) :])
+        _, x = group(args, CausalSaved, CausalInputs)
         (B, _, Hkv, D), E, R = x.k.shape, x.v.shape[3], x.e.shape[3]
         ends = [x.q.new_empty(B, Hkv, R, dim, dtype=float32) for dim in (D, E)]
         return *(y.new_empty(y.shape) for y in x[:5]), *ends
@@ -250,7 +246,3 @@ def states_shapes(B: int, T: int, H: int, Hkv: int, R: int, D: int, E: int) -> l
     R, D, E = (max(64, 1 << (int(size) - 1).bit_length()) for size in (R, D, E))
     chunks = -(-T // CHUNK)
     return [(B, Hkv, chunks, R, D), (B, Hkv, chunks, R, E), (B, H, chunks, CHUNK, CHUNK)]
-
-
-def _causal_kernels() -> ModuleType:
-    return import_module("longspan.ops.compressed.triton.causal")

@@ -5,15 +5,15 @@ One autograd function saves the host and the device what separate operations wou
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from longspan.ops.common.autograd import once_differentiable
+from longspan.ops.common.autograd import lazy_module, once_differentiable
 from longspan.ops.common.torch_private import direct_apply
+
+kernels = lazy_module("longspan.ops.compressed.triton.compressed")
 
 
 class CompressedProblem(NamedTuple):
@@ -52,11 +52,6 @@ class CompressedProblem(NamedTuple):
             parts = (d_kv,) if self.shared_kv else (d_kv[..., : self.head_dim], d_kv[..., self.head_dim :])
             d_kv = torch.cat([part.transpose(1, 2).flatten(2) for part in parts], 2)
         return d_kv.view(shape)
-
-
-def kernels() -> ModuleType:
-    """Import the Triton kernels on first use."""
-    return importlib.import_module("longspan.ops.compressed.triton.compressed")
 
 
 class _Attention(torch.autograd.Function):

@@ -9,16 +9,16 @@ The kernels read x and write y in one pass each way; the backward pass computes 
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
+from longspan.ops.common.autograd import WeightedOp, differentiable_op, lazy_module
 
 __all__ = ["short_convolution", "why_not_triton"]
+
+kernels = lazy_module("longspan.ops.convolution.triton.convolution")
 
 
 def short_convolution(x: Tensor, weight: Tensor) -> Tensor | None:
@@ -36,9 +36,7 @@ def short_convolution(x: Tensor, weight: Tensor) -> Tensor | None:
         dispatch.record("short convolution", "convolution", why)
     if why is not None:
         return None
-    if dispatch.eager_untraced(x):
-        return _Convolution.direct(x, weight)
-    return _Convolution.traced(*refuse_forward_mode(x, weight))
+    return _Convolution.run(x, weight)
 
 
 class ConvolutionInputs(NamedTuple):
@@ -55,37 +53,12 @@ class ConvolutionSaved(NamedTuple):
 
 
 @differentiable_op("longspan::short_convolution", (ConvolutionInputs,), (ConvolutionSaved,), outputs=1, grads=2)
-class _Convolution(DifferentiableOp):
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, traced: bool = True) -> Any:
-        out = kernels().forward(x, weight)
-        return out if traced else (out,)
+class _Convolution(WeightedOp):
+    kernels = staticmethod(kernels)
 
     @staticmethod
     def fake(x: Tensor, weight: Tensor) -> Tensor:
         return x.new_empty(x.shape)
-
-    @staticmethod
-    def save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def differentiate(backward: Any, ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
-        d_x, d_weight = backward(*refuse_forward_mode(d_out, *ctx.saved_tensors))
-        return d_x, d_weight
-
-    @staticmethod
-    def backward(d_out: Tensor, x: Tensor, weight: Tensor, traced: bool = True) -> tuple[Tensor, Tensor]:
-        return kernels().backward(d_out, x, weight)
-
-    @staticmethod
-    def backward_fake(d_out: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return x.new_empty(x.shape), weight.new_empty(weight.shape)
-
-
-def kernels() -> ModuleType:
-    """Import the Triton kernels on first use."""
-    return importlib.import_module("longspan.ops.convolution.triton.convolution")
 
 
 def why_not_triton(x: Tensor) -> str | None:

@@ -155,42 +155,56 @@ def _frequencies(dim: int, base: float, device: Device) -> Tensor:
         return base ** -(arange(0, dim, 2, device=device, dtype=float64) / dim)
 
 
+class StepInputs(NamedTuple):
+    """A token of a decode step.
+
+    Attributes:
+        q: Queries (B, 1, H, D).
+        k: Key (B, 1, Hkv, D).
+        v: Value (B, 1, Hkv, E).
+        rotary: Rotary angles; None for no rotation.
+        out: Where to write the result; None for a new tensor.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rotary: CosSin | None = None
+    out: Tensor | None = None
+
+    def empty_output(self) -> Tensor:
+        """Return an uninitialized result (B, 1, H, E)."""
+        return self.q.new_empty(*self.q.shape[:3], self.v.shape[3])
+
+
 def linear_decode_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    inputs: StepInputs,
     state: tuple[Tensor, Tensor, Tensor],
     *,
     feature_map: str,
     weight: Tensor | None,
     normalize: str,
-    rotary: CosSin | None,
     pending: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Decode one token with linear attention: kv ← kv + φ(k)vᵀ, z ← z + φ(k), out = φ(q)·kv / φ(q)·z.
 
     Args:
-        q: Queries (B, 1, H, D).
-        k: Key (B, 1, Hkv, D).
-        v: Value (B, 1, Hkv, E).
+        inputs: The token.
         state: kv (B, Hkv, M, E), z (B, Hkv, M) and their log scale (B, Hkv); updated in place.
         feature_map: One of `ops.linear.torch.MAPS`.
         weight: Projection of random features.
         normalize: "query", "feature" or "none".
-        rotary: Rotary angles of the token.
         pending: The write buffer, for the Triton kernel: lengths (B,), features (B, Hkv, slots, M), values
             (B, Hkv, slots, E) and log scales (B, Hkv, slots) of the tokens that the state does not hold yet.
-        out: Where to write the result.
 
     Returns:
         (B, 1, H, E) in the dtype of q.
     """
     if dispatch.recording is not None:  # `linear_step` reads values.
-        return q.new_empty(*q.shape[:3], v.shape[3])
+        return inputs.empty_output()
     if pending is not None:
-        inputs = q, k, v, rotary, out
         return kernels("linear").decode_linear(inputs, state, pending, feature_map, weight, normalize)
+    q, k, v, rotary, out = inputs
     dtype = q.dtype
     q, k = apply_rotary(rotary, q, k)
     result = linear_step(q.squeeze(1), k.squeeze(1), v.squeeze(1), state, feature_map, weight, normalize).unsqueeze(1)
@@ -198,119 +212,88 @@ def linear_decode_step(
 
 
 def window_decode_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ring: tuple[Tensor, Tensor],
-    window: Window,
-    *,
-    length: Tensor,
-    scale: float,
-    rotary: CosSin | None = None,
-    out: Tensor | None = None,
+    inputs: StepInputs, ring: tuple[Tensor, Tensor], window: Window, *, length: Tensor, scale: float
 ) -> Tensor:
     """Decode one token with windowed attention, by the Triton kernel: for arguments without `why_not_triton`.
 
     Args:
-        q: Queries (B, 1, H, D).
-        k: Key (B, 1, Hkv, D).
-        v: Value (B, 1, Hkv, E).
+        inputs: The token.
         ring: Ring buffers of keys (B, Hkv, slots, D) and values (B, Hkv, slots, E), updated in place.
         window: Which keys the token sees; it is causal.
         length: (B,) position of the token.
         scale: Scale of the scores.
-        rotary: Rotary angles of the token.
-        out: Where to write the result.
 
     Returns:
         (B, 1, H, E) in the dtype of q.
     """
     if dispatch.recording is not None:
-        return q.new_empty(*q.shape[:3], v.shape[3])
-    return kernels("window").decode_window((q, k, v, rotary, out), length, ring, window, scale)
+        return inputs.empty_output()
+    return kernels("window").decode_window(inputs, length, ring, window, scale)
 
 
 def compressed_decode_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    inputs: StepInputs,
     state: tuple[Tensor, Tensor],
     tables: tuple[Tensor, Tensor],
     *,
     length: Tensor,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     periodic: bool = False,
-    rotary: CosSin | None = None,
     pending: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Decode one token with Linformer: K̃ ← K̃ + e kᵀ, Ṽ ← Ṽ + f vᵀ, out = softmax(q K̃ᵀ / √D) Ṽ.
 
     Args:
-        q: Queries (B, 1, H, D).
-        k: Key (B, 1, Hkv, D).
-        v: Value (B, 1, Hkv, E).
+        inputs: The token.
         state: Compressed keys (B, Hkv, R, D) and values (B, Hkv, R, E), updated in place.
         tables: Projections of keys and values (1 or Hkv, max_length, R).
         length: (B,) position of the token.
         biases: Biases of K̃ and Ṽ. Triton only.
         periodic: The projections wrap around, and K̃ and Ṽ are means over the periods.
-        rotary: Rotary angles of the token.
         pending: The write buffer, for the Triton kernel: keys and values (B, Hkv, slots, ·) that the state does not
             hold yet, and copies of the state in their dtype. Without it, B is 1.
-        out: Where to write the result.
 
     Returns:
         (B, 1, H, E) in the dtype of q.
     """
     if pending is not None:
         if dispatch.recording is not None:
-            return q.new_empty(*q.shape[:3], v.shape[3])
-        inputs = q, k, v, rotary, out
+            return inputs.empty_output()
         return kernels("compressed").decode_compressed(inputs, length, state, pending, tables, biases, periodic)
+    q, k, v, rotary, out = inputs
     q, k = apply_rotary(rotary, q, k)
     return copy_out(compressed_step(q, k, v, state, tables, int(length)), out)
 
 
 def gated_decode_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    inputs: StepInputs,
     gates: Tensor | None,
     state: tuple[Tensor, Tensor | None],
     activation: GateActivation,
     *,
     delta: bool,
     scale: float,
-    rotary: CosSin | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Decode one token with gated linear attention or the gated delta rule, by the Triton kernel.
 
     Args:
-        q: Queries (B, 1, H, D).
-        k: Key (B, 1, Hkv, D).
-        v: Value (B, 1, Hkv, E).
+        inputs: The token.
         gates: Raw gates (B, 1, Hkv, G).
         state: The memory (B, Hkv, D, E) and Σ log α (B, Hkv, 1 or D) or None, float32, updated in place.
         activation: What log α and β are.
         delta: Whether to follow the delta rule, and to normalize q and k to length 1.
         scale: Factor of the queries.
-        rotary: Rotary angles of the token.
-        out: Where to write the result.
 
     Returns:
         (B, 1, H, E) in the dtype of q.
     """
     if dispatch.recording is not None:
-        return q.new_empty(*q.shape[:3], v.shape[3])
-    return kernels("gated").decode_gated((q, k, v, rotary, out), gates, activation, state, delta, scale)
+        return inputs.empty_output()
+    return kernels("gated").decode_gated(inputs, gates, activation, state, delta, scale)
 
 
 def mixture_decode_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    inputs: StepInputs,
     ring: tuple[Tensor, Tensor],
     memory: tuple[Tensor, Tensor],
     *,
@@ -320,15 +303,11 @@ def mixture_decode_step(
     sink: tuple[Tensor, Tensor, Tensor] | None = None,
     length: Tensor,
     scale: float,
-    rotary: CosSin | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Decode one token with a window and a linear memory of the tokens before it, by the Triton kernel.
 
     Args:
-        q: Queries (B, 1, H, D).
-        k: Key (B, 1, Hkv, D).
-        v: Value (B, 1, Hkv, E).
+        inputs: The token.
         ring: Ring buffers of the window's keys (B, Hkv, W, D) and values (B, Hkv, W, E), updated in place.
         memory: kv (B, Hkv, M, E) and z (B, Hkv, M) of the tokens that left the window, float32, updated in place.
         feature_map: "hedgehog", or a bounded one of `ops.linear.triton.FEATURE_MAPS`.
@@ -337,17 +316,15 @@ def mixture_decode_step(
         sink: The same of the learned sink, and its value (H, E).
         length: (B,) position of the token.
         scale: Scale of the scores.
-        rotary: Rotary angles of the token.
-        out: Where to write the result.
 
     Returns:
         (B, 1, H, E) in the dtype of q.
     """
     if dispatch.recording is not None:
-        return q.new_empty(*q.shape[:3], v.shape[3])
+        return inputs.empty_output()
     sink_tensors = (None, None, None) if sink is None else sink
     tensors = *memory, *(None if x is None else x.contiguous() for x in (*weights, *mix, *sink_tensors))
-    return kernels("mixture").decode_mixture((q, k, v, rotary, out), length, ring, tensors, feature_map, scale)
+    return kernels("mixture").decode_mixture(inputs, length, ring, tensors, feature_map, scale)
 
 
 def copy_out(result: Tensor, out: Tensor | None) -> Tensor:

@@ -116,7 +116,7 @@ def linear_step(
     if normalize == "query":
         denominator = torch.bmm(query, column.view(B * Hkv, M, 1))
         out.div_(denominator)
-        # On a CPU one comparison tells that no normalizer is zero; NaN is compared element by element.
+        # On a CPU one comparison shows that no normalizer is zero; NaN is compared element by element.
         if kv.is_cuda or not float(torch.linalg.vector_norm(denominator, -math.inf)) >= smallest_normalizer(kv.dtype):
             out.masked_fill_(is_zero(denominator), 0)
     return out.view(B, -1, E)

@@ -15,17 +15,17 @@ computed in chunks of 64 tokens: one kernel sums chunks, the others add the pair
 
 from __future__ import annotations
 
-from importlib import import_module
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, bfloat16, float32
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
+from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, group, lazy_module, refuse_forward_mode
 from longspan.ops.window.torch import BLIND
 
 __all__ = ["BLIND", "feature_attention", "why_not_triton"]
+
+_kernels = lazy_module("longspan.ops.features.triton.features")
 
 # Tokens in a chunk; the largest number of features and of values.
 CHUNK, MOST_FEATURES, LARGEST = 64, 256, 128
@@ -79,10 +79,7 @@ def feature_attention(
         out (B, T, H, E) and lse (B, H, T) in float32, zero and `BLIND` for queries that see no key; kv and z after the
         last key that is used.
     """
-    args = query, f, v, kv, z, delay
-    if dispatch.eager_untraced(query):
-        return _FeatureAttention.direct(*args)
-    return _FeatureAttention.traced(*refuse_forward_mode(*args))[:4]
+    return _FeatureAttention.run(query, f, v, kv, z, delay)
 
 
 def why_not_triton(q: Tensor, v: Tensor, num_features: int) -> str | None:
@@ -119,11 +116,11 @@ class _FeatureAttention(DifferentiableOp):
 
     @staticmethod
     def forward(*args: Any, traced: bool = True) -> tuple[Tensor, ...]:
-        return _kernels().forward(*_problem(args))
+        return _kernels().forward(*group(args, FeatureInputs, FeatureProblem))
 
     @staticmethod
     def fake(*args: Any) -> tuple[Tensor, ...]:
-        x, problem = _problem(args)
+        x, problem = group(args, FeatureInputs, FeatureProblem)
         (B, T, H, M), (Hkv, E) = x.query.shape, x.v.shape[2:]
         BM, BE = padded_sizes(M, E)
         chunks = -(-(T - problem.delay) // CHUNK)
@@ -159,21 +156,11 @@ class _FeatureAttention(DifferentiableOp):
 
     @staticmethod
     def backward(*args: Any, traced: bool = True) -> tuple[Tensor, ...]:
-        count = len(FeatureSaved._fields)
-        return _kernels().backward(FeatureSaved(*args[:count]), *_problem(args[count:]))
+        return _kernels().backward(*group(args, FeatureSaved, FeatureInputs, FeatureProblem))
 
     @staticmethod
     def backward_fake(*args: Any) -> tuple[Tensor, ...]:
-        x, _ = _problem(args[len(FeatureSaved._fields) :])
+        _, x = group(args, FeatureSaved, FeatureInputs)
         B, _, Hkv, M = x.f.shape
         kv = x.v.new_empty(B, Hkv, M, x.v.shape[3], dtype=float32)
         return *(y.new_empty(y.shape) for y in x[:3]), kv, kv.new_empty(B, Hkv, M)
-
-
-def _problem(args: tuple[Any, ...]) -> tuple[FeatureInputs, FeatureProblem]:
-    count = len(FeatureInputs._fields)
-    return FeatureInputs(*args[:count]), FeatureProblem(*args[count:])
-
-
-def _kernels() -> ModuleType:
-    return import_module("longspan.ops.features.triton.features")

@@ -91,7 +91,7 @@ def gated_linear(
     if problem.algorithm != "torch" and dispatch.eager_untraced(q):
         out, after = _GatedLinear.direct(*x, *problem)
         return out, after
-    # In torch.export PyTorch's own operations, which other runtimes know.
+    # In torch.export PyTorch's own operations, which other runtimes support.
     plain = problem.algorithm == "torch" and is_exporting()
     return (_GatedLinear.forward if plain else _GatedLinear.traced)(*refuse_forward_mode(*x), *problem)[:2]
 

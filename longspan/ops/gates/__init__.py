@@ -6,16 +6,15 @@ or strength · σ(first gate); see `GateActivation`. Only the inputs are saved f
 
 from __future__ import annotations
 
-import importlib
-from functools import cache
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, float32, float64
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
+from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, group, lazy_module, refuse_forward_mode
 from longspan.ops.decode.torch import GateActivation
+
+_kernels = lazy_module("longspan.ops.gates.triton")
 
 
 def activate_gates(
@@ -33,10 +32,7 @@ def activate_gates(
     """
     x = GateInputs(gates, activation.A_log, activation.bias, visible)
     options = GateOptions(activation.decay, activation.write, activation.strength)
-    if dispatch.eager_untraced(gates):
-        log_decay, beta = _ActivateGates.direct(*x, *options)
-    else:
-        log_decay, beta = _ActivateGates.traced(*refuse_forward_mode(*x), *options)
+    log_decay, beta = _ActivateGates.run(*x, *options)
     return None if activation.decay == "none" else log_decay, None if activation.write == "one" else beta
 
 
@@ -86,11 +82,11 @@ class _ActivateGates(DifferentiableOp):
 
     @staticmethod
     def forward(*args: Any, traced: bool = True) -> tuple[Tensor, Tensor]:
-        return _kernels().forward(*_split(args))
+        return _kernels().forward(*group(args, GateInputs, GateOptions))
 
     @staticmethod
     def fake(*args: Any) -> tuple[Tensor, Tensor]:
-        x, options = _split(args)
+        x, options = group(args, GateInputs, GateOptions)
         B, S, H, _ = x.gates.shape
         width = 0 if options.decay == "none" or x.bias is None else x.bias.shape[1]
         log_decay = x.gates.new_empty((B, S, H, width) if width else 0, dtype=float32)
@@ -116,19 +112,9 @@ class _ActivateGates(DifferentiableOp):
     @staticmethod
     def backward(d_log_decay: Tensor, d_beta: Tensor, *args: Any, traced: bool = True) -> tuple[Tensor, ...]:
         """Return the gradients of gates, A_log and bias; empty tensors for those that were not given."""
-        return _kernels().backward(d_log_decay, d_beta, *_split(args))
+        return _kernels().backward(d_log_decay, d_beta, *group(args, GateInputs, GateOptions))
 
     @staticmethod
     def backward_fake(d_log_decay: Tensor, d_beta: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        x, _ = _split(args)
+        (x,) = group(args, GateInputs)
         return tuple(x.gates.new_empty(0) if y is None else y.new_empty(y.shape) for y in x[:3])
-
-
-def _split(args: tuple[Any, ...]) -> tuple[GateInputs, GateOptions]:
-    count = len(GateInputs._fields)
-    return GateInputs(*args[:count]), GateOptions(*args[count:])
-
-
-@cache
-def _kernels() -> ModuleType:
-    return importlib.import_module("longspan.ops.gates.triton")

@@ -12,16 +12,15 @@ the parameters are saved.
 
 from __future__ import annotations
 
-import importlib
-from functools import cache
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
+from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, lazy_module, refuse_forward_mode
+
+_kernels = lazy_module("longspan.ops.heads.triton")
 
 Heads = tuple[Tensor, Tensor, Tensor]  # q, k and v of a part
 TOKENS = 32  # of a tile
@@ -189,8 +188,3 @@ class _DivideHeads(DifferentiableOp):
         return x.new_empty(x.shape), weight.new_empty(
             heads * num_parts(x.shape[0] * x.shape[1]), 2, *weight.shape, dtype=torch.float32
         )
-
-
-@cache
-def _kernels() -> ModuleType:
-    return importlib.import_module("longspan.ops.heads.triton")

@@ -9,16 +9,16 @@ The kernels compute features in one pass; the backward pass computes them again.
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, autocast, cat, einsum, float32
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
+from longspan.ops.common.autograd import WeightedOp, differentiable_op, lazy_module
 
 __all__ = ["hedgehog_features", "why_not_triton"]
+
+kernels = lazy_module("longspan.ops.hedgehog.triton.features")
 
 
 def hedgehog_features(x: Tensor, weight: Tensor) -> Tensor:
@@ -38,9 +38,7 @@ def hedgehog_features(x: Tensor, weight: Tensor) -> Tensor:
         with autocast("cuda", enabled=False):  # Exponentials of rounded logits would be inexact.
             y = einsum("bthd,hfd->bthf", x, weight.to(x.dtype))
         return cat([y.softmax(-1), (-y).softmax(-1)], -1)
-    if dispatch.eager_untraced(x):
-        return _Hedgehog.direct(x, weight)
-    return _Hedgehog.traced(*refuse_forward_mode(x, weight))
+    return _Hedgehog.run(x, weight)
 
 
 class HedgehogInputs(NamedTuple):
@@ -57,37 +55,12 @@ class HedgehogSaved(NamedTuple):
 
 
 @differentiable_op("longspan::hedgehog_features", (HedgehogInputs,), (HedgehogSaved,), outputs=1, grads=2)
-class _Hedgehog(DifferentiableOp):
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, traced: bool = True) -> Any:
-        features = kernels().forward(x, weight)
-        return features if traced else (features,)
+class _Hedgehog(WeightedOp):
+    kernels = staticmethod(kernels)
 
     @staticmethod
     def fake(x: Tensor, weight: Tensor) -> Tensor:
         return x.new_empty(*x.shape[:3], 2 * weight.shape[1])
-
-    @staticmethod
-    def save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def differentiate(backward: Any, ctx: Any, d_features: Tensor) -> tuple[Tensor, Tensor]:
-        d_x, d_weight = backward(*refuse_forward_mode(d_features, *ctx.saved_tensors))
-        return d_x, d_weight
-
-    @staticmethod
-    def backward(d_features: Tensor, x: Tensor, weight: Tensor, traced: bool = True) -> tuple[Tensor, Tensor]:
-        return kernels().backward(d_features, x, weight)
-
-    @staticmethod
-    def backward_fake(d_features: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return x.new_empty(x.shape), weight.new_empty(weight.shape)
-
-
-def kernels() -> ModuleType:
-    """Import the Triton kernels on first use."""
-    return importlib.import_module("longspan.ops.hedgehog.triton.features")
 
 
 def why_not_triton(x: Tensor, weight: Tensor) -> str | None:

@@ -5,17 +5,16 @@ The gradient is dx = r (dy − (y·dy) y): the results and r are saved, the inpu
 
 from __future__ import annotations
 
-import importlib
-from functools import cache
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, float32
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
+from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, lazy_module, refuse_forward_mode
 from longspan.ops.decode.torch import KEY_EPSILON
 from longspan.ops.linear import sum_dtype
+
+_kernels = lazy_module("longspan.ops.l2_norm.triton")
 
 
 def l2_normalize(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,10 +32,7 @@ def l2_normalize(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         dispatch.record("L2 norm", "l2_norm", why)
     if why is not None:
         return l2_normalize_torch(q), l2_normalize_torch(k)
-    if dispatch.eager_untraced(q):
-        q, k = _L2Norm.direct(q, k)
-        return q, k
-    return _L2Norm.traced(*refuse_forward_mode(q, k))[:2]
+    return _L2Norm.run(q, k)
 
 
 def l2_normalize_torch(x: Tensor) -> Tensor:
@@ -110,8 +106,3 @@ class _L2Norm(DifferentiableOp):
     @staticmethod
     def backward_fake(d_q: Tensor, d_k: Tensor, scale: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q.new_empty(q.shape), k.new_empty(k.shape)
-
-
-@cache
-def _kernels() -> ModuleType:
-    return importlib.import_module("longspan.ops.l2_norm.triton")

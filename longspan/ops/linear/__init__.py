@@ -89,7 +89,7 @@ class LinearInputs(NamedTuple):
 class LinearProblem(NamedTuple):
     """Options of `longspan::causal_linear` and the algorithm that computes it: "torch" or a module of `triton`.
 
-    epsilon: Added to the features of FAVOR+; only "favor" knows it.
+    epsilon: Added to the features of FAVOR+; only "favor" supports it.
     """
 
     feature_map: str
@@ -333,7 +333,7 @@ def _head(x: LinearInputs, tokens: int, lengths: Tensor | None) -> LinearInputs:
 
 
 def _traced(problem: LinearProblem) -> Any:
-    """The custom operation; in torch.export PyTorch's own operations, which other runtimes know."""
+    """The custom operation; in torch.export PyTorch's own operations, which other runtimes support."""
     return _CausalLinear.forward if problem.algorithm == "torch" and is_exporting() else _CausalLinear.traced
 
 
@@ -564,7 +564,7 @@ def bidirectional_algorithm(q: Tensor, weight: Tensor | None, feature_map: str, 
     """Return the Triton module for inputs that the kernels take: "favor_bidirectional" or "bidirectional".
 
     `bidirectional` holds the projection, padded to powers of two, in shared memory, as two matrices if it is not
-    bfloat16; `favor_bidirectional` holds a tile of it, and knows an epsilon.
+    bfloat16; `favor_bidirectional` holds a tile of it, and supports an epsilon.
     """
     if weight is None or feature_map != "favor" or q.dtype != bfloat16:
         return "bidirectional"

@@ -68,18 +68,14 @@ def favor_features(x: Tensor, weight: Tensor) -> Tensor:
     return (x @ weight.T - x.square().sum(-1, keepdim=True) / 2).exp()
 
 
-def blind_spot_visibility(bucket: int, first_bucket: str, length: int, device: torch.device | None = None) -> Tensor:
+def blind_spot_visibility(bucket: int, first_bucket: str, length: int) -> Tensor:
     """⌊j/bucket⌋ < ⌊i/bucket⌋; the first bucket sees nothing ("zero") or j ≤ i ("causal"). 1 is j ≤ i."""
-    i, j = _positions(length, device)
+    position = torch.arange(length)
+    i, j = position[:, None], position[None]
     if bucket == 1:
         return j <= i
     before = j // bucket < i // bucket
     return before | ((i < bucket) & (j <= i)) if first_bucket == "causal" else before
-
-
-def _positions(length: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
-    position = torch.arange(length, device=device)
-    return position[:, None], position[None]
 
 
 def _inverse(x: Tensor) -> Tensor:

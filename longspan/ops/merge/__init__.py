@@ -10,16 +10,16 @@ of its score is p (dout·x − dout·out).
 
 from __future__ import annotations
 
-from importlib import import_module
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
+from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, group, lazy_module, refuse_forward_mode
 
 __all__ = ["merge_attention", "why_not_triton"]
+
+_kernels = lazy_module("longspan.ops.merge.triton")
 
 LARGEST = 256  # dimension of a head
 
@@ -69,10 +69,7 @@ def merge_attention(
     Returns:
         (B, T, H, E) in the dtype of q.
     """
-    args = window, window_lse, memory, memory_lse, q, weight, bias, value
-    if dispatch.eager_untraced(q):
-        return _Merge.direct(*args)
-    return _Merge.traced(*refuse_forward_mode(*args))
+    return _Merge.run(window, window_lse, memory, memory_lse, q, weight, bias, value)
 
 
 def why_not_triton(q: Tensor, v: Tensor) -> str | None:
@@ -109,18 +106,13 @@ class _Merge(DifferentiableOp):
 
     @staticmethod
     def backward(*args: Any, traced: bool = True) -> tuple[Tensor, ...]:
-        count = len(MergeSaved._fields)
-        return _kernels().backward(MergeSaved(*args[:count]), MergeInputs(*args[count:]))
+        return _kernels().backward(*group(args, MergeSaved, MergeInputs))
 
     @staticmethod
     def backward_fake(*args: Any) -> tuple[Tensor, ...]:
-        x = MergeInputs(*args[len(MergeSaved._fields) :])
+        _, x = group(args, MergeSaved, MergeInputs)
         B, T, H = x.window_lse.shape
         lse = [y.new_empty(B, H, T).transpose(1, 2) for y in (x.window_lse, x.memory_lse)]
         outs = [y.new_empty(y.shape) for y in (x.window, x.memory, x.q, x.weight, x.bias)]
         value = x.weight.new_empty(0) if x.value is None else x.value.new_empty(x.value.shape)
         return outs[0], lse[0], outs[1], lse[1], *outs[2:], value
-
-
-def _kernels() -> ModuleType:
-    return import_module("longspan.ops.merge.triton")

@@ -12,16 +12,16 @@ divides. Nothing but q, k and the sums before each chunk is saved.
 
 from __future__ import annotations
 
-from importlib import import_module
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, bfloat16, float32
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
+from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, group, lazy_module, refuse_forward_mode
 
 __all__ = ["normalized_features", "why_not_triton"]
+
+_kernels = lazy_module("longspan.ops.normalizer.triton.normalizer")
 
 CHUNK = 64
 MAPS = ("identity", "elu", "relu", "softmax")
@@ -78,11 +78,7 @@ def normalized_features(
         float32; β (B, T, Hkv) in float32, None for maps without log scales. z_i is divided by exp of the largest β so
         far, as the sums of `causal_linear` are.
     """
-    args = q, k, z, shift, lengths, feature_map
-    if dispatch.eager_untraced(q):
-        query, f, z, beta = _NormalizedFeatures.direct(*args)
-    else:
-        query, f, z, beta = _NormalizedFeatures.traced(*refuse_forward_mode(*args))[:4]
+    query, f, z, beta = _NormalizedFeatures.run(q, k, z, shift, lengths, feature_map)
     return query, f, z, beta if feature_map == "softmax" else None
 
 
@@ -116,11 +112,11 @@ class _NormalizedFeatures(DifferentiableOp):
 
     @staticmethod
     def forward(*args: Any, traced: bool = True) -> tuple[Tensor, ...]:
-        return _kernels().forward(*_problem(args))
+        return _kernels().forward(*group(args, NormalizerInputs, NormalizerProblem))
 
     @staticmethod
     def fake(*args: Any) -> tuple[Tensor, ...]:
-        x, problem = _problem(args)
+        x, problem = group(args, NormalizerInputs, NormalizerProblem)
         B, T, Hkv, M = x.k.shape
         sums = x.k.new_empty(B, Hkv, -(-T // CHUNK) + 1, M, dtype=float32)
         beta, scales = sums.new_empty(0), sums.new_empty(0)
@@ -153,20 +149,10 @@ class _NormalizedFeatures(DifferentiableOp):
 
     @staticmethod
     def backward(*args: Any, traced: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        count = len(NormalizerSaved._fields)
-        return _kernels().backward(NormalizerSaved(*args[:count]), *_problem(args[count:]))
+        return _kernels().backward(*group(args, NormalizerSaved, NormalizerInputs, NormalizerProblem))
 
     @staticmethod
     def backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        count = len(NormalizerSaved._fields)
-        sums, (x, _) = args[count - 2], _problem(args[count:])
+        saved, x = group(args, NormalizerSaved, NormalizerInputs)
+        sums = saved.sums
         return x.q.new_empty(x.q.shape), x.k.new_empty(x.k.shape), sums.new_empty(*sums.shape[:2], sums.shape[3])
-
-
-def _problem(args: tuple[Any, ...]) -> tuple[NormalizerInputs, NormalizerProblem]:
-    count = len(NormalizerInputs._fields)
-    return NormalizerInputs(*args[:count]), NormalizerProblem(*args[count:])
-
-
-def _kernels() -> ModuleType:
-    return import_module("longspan.ops.normalizer.triton.normalizer")

@@ -10,9 +10,6 @@ s is rounded before it is normalized, as it is where it is stored. Only s and w 
 
 from __future__ import annotations
 
-import importlib
-from functools import cache
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
+from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, lazy_module, refuse_forward_mode
+
+_kernels = lazy_module("longspan.ops.residual_norm.triton")
 
 LARGEST = 4096  # features
 PARTS = 512  # programs of the backward pass, at most
@@ -144,8 +143,3 @@ class _ResidualNorm(DifferentiableOp):
         B, T, dim = d_total.shape
         parts = d_total.new_empty(num_parts(B * T, dim), dim, dtype=torch.float32)
         return d_total.new_empty(d_total.shape), parts
-
-
-@cache
-def _kernels() -> ModuleType:
-    return importlib.import_module("longspan.ops.residual_norm.triton")

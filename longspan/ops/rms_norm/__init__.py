@@ -5,15 +5,14 @@ PyTorch's norm has a block of threads per row, and rows of one head are too shor
 
 from __future__ import annotations
 
-import importlib
-from functools import cache
-from types import ModuleType
-
 import torch
 from torch import Tensor, nn
 
 from longspan.ops.common import dispatch
+from longspan.ops.common.autograd import lazy_module
 from longspan.ops.decode import rms_norm_scale
+
+_kernels = lazy_module("longspan.ops.rms_norm.triton")
 
 
 def rms_norm_heads(
@@ -51,8 +50,3 @@ def _takes_kernel(x: Tensor, weight: Tensor, gates: Tensor | None) -> bool:
         return False
     fits = x.dtype in dispatch.DTYPES and all(y.dtype == x.dtype for y in tensors)
     return fits and x.shape[3] <= 512 and x.numel() > 0
-
-
-@cache
-def _kernels() -> ModuleType:
-    return importlib.import_module("longspan.ops.rms_norm.triton")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-from functools import cache
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
+from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, lazy_module, refuse_forward_mode
 from longspan.ops.common.torch_private import is_exporting
+
+_kernels = lazy_module("longspan.ops.rotary.triton")
 
 
 def angles(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> Tensor:
@@ -138,8 +137,3 @@ class Rotate(DifferentiableOp):
     @staticmethod
     def backward_fake(d_out: Tensor, *_: Tensor) -> Tensor:
         return d_out.new_empty(d_out.shape)
-
-
-@cache
-def _kernels() -> ModuleType:
-    return importlib.import_module("longspan.ops.rotary.triton")

@@ -7,10 +7,7 @@ The README beside this file derives the tiled forward and backward passes.
 
 from __future__ import annotations
 
-import importlib
 import math
-from functools import cache
-from types import ModuleType
 from typing import Any, Final, Literal, NamedTuple
 
 from torch import Tensor, arange, bfloat16, float16, float32, is_grad_enabled, promote_types, randint
@@ -18,7 +15,14 @@ from torch import bool as bool_
 from torch.nn.functional import pad
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode, run_planned
+from longspan.ops.common.autograd import (
+    DifferentiableOp,
+    differentiable_op,
+    group,
+    lazy_module,
+    refuse_forward_mode,
+    run_planned,
+)
 from longspan.ops.common.plans import cached, signature
 from longspan.ops.rotary import Rotate
 from longspan.ops.window.torch import (
@@ -41,6 +45,8 @@ __all__ = [
     "window_attention_with_lse",
     "xpos_rotate",
 ]
+
+kernels = lazy_module("longspan.ops.window.triton.window")
 
 
 OPERATION = "windowed attention"
@@ -113,9 +119,7 @@ def window_attention(
     bias = _by_blocks(bias, window) if bias is not None and bias.shape[1] == 1 else bias
     bias_grad = bias is not None and bias.requires_grad and is_grad_enabled()
     arguments = WindowProblem(q, k, v, key_mask, start, bounds, seed, bias, *window, scale, dropout, bias_grad)
-    if dispatch.eager_untraced(q):
-        return _Window.direct(*arguments)
-    return _Window.traced(*refuse_forward_mode(*arguments))[0]
+    return _Window.run(*arguments)
 
 
 class _Plain:
@@ -201,14 +205,8 @@ def _rotated(q: Tensor, k: Tensor, xpos: float) -> tuple[Tensor, Tensor]:
     """Return queries and keys rotated by xPos, relative to the middle of the keys."""
     S = k.shape[1]
     position = arange(S, device=k.device) - S // 2
-    found = []
-    for x, at, base in ((q, position[S - q.shape[1] :], xpos), (k, position, -xpos)):
-        tables = xpos_cos_sin(at, x.shape[3], base, float32)
-        if dispatch.eager_untraced(x):
-            found.append(Rotate.direct(x, *tables))
-        else:
-            found.append(Rotate.traced(*refuse_forward_mode(x, *tables)))
-    return found[0], found[1]
+    q = Rotate.run(q, *xpos_cos_sin(position[S - q.shape[1] :], q.shape[3], xpos, float32))
+    return q, Rotate.run(k, *xpos_cos_sin(position, k.shape[3], -xpos, float32))
 
 
 def window_attention_with_lse(
@@ -234,10 +232,7 @@ def window_attention_with_lse(
     if why is not None:
         return tiled_window_attention_with_lse(q, k, v, window, key_mask=key_mask, scale=scale)
     arguments = WindowProblem(q, k, v, key_mask, None, None, None, None, *window, scale, 0.0, False)
-    if dispatch.eager_untraced(q):
-        out, lse = _WindowLse.direct(*arguments)
-    else:
-        out, lse = _WindowLse.traced(*refuse_forward_mode(*arguments))
+    out, lse = _WindowLse.run(*arguments)
     lse = math.log(2) * lse.sum(-1).transpose(1, 2)
     return out.to(promote_types(q.dtype, float32)), lse.masked_fill(lse.isinf(), BLIND)
 
@@ -317,14 +312,14 @@ class _Window(DifferentiableOp):
 
     @staticmethod
     def backward(*arguments: Any, traced: bool = True) -> tuple[Any, ...]:
-        problem = WindowProblem(*arguments[4:])
-        *grads, d_bias = kernels().backward(WindowSaved(*arguments[:4]), problem)
+        saved, problem = group(arguments, WindowSaved, WindowProblem)
+        *grads, d_bias = kernels().backward(saved, problem)
         # torch.library takes no None.
         return *grads, problem.q.new_empty(0) if d_bias is None and traced else d_bias
 
     @staticmethod
     def backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
-        problem = WindowProblem(*arguments[4:])
+        _, problem = group(arguments, WindowSaved, WindowProblem)
         bias = problem.bias if problem.bias_grad else None
         d_bias = problem.q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
         return *(x.new_empty(x.shape) for x in (problem.q, problem.k, problem.v)), d_bias
@@ -353,12 +348,6 @@ def _differentiate(backward: Any, ctx: Any, d_out: Tensor, d_lse: Tensor | None)
     *grads, d_bias = backward(*refuse_forward_mode(d_out, d_lse, *ctx.saved_tensors), *ctx.options)
     d_bias = d_bias if ctx.options[-1] else None
     return *grads, *[None] * (TENSORS - 4), d_bias, *[None] * len(ctx.options)
-
-
-@cache
-def kernels() -> ModuleType:
-    """Import the Triton kernels on first use."""
-    return importlib.import_module("longspan.ops.window.triton.window")
 
 
 def why_not_triton(

@@ -53,19 +53,19 @@ def xpos_scores(q: Tensor, k: Tensor, scale_base: float) -> Tensor:
     return same + crossed
 
 
-def causal_visibility(length: int, device: torch.device | None = None) -> Tensor:
+def causal_visibility(length: int) -> Tensor:
     """j ≤ i: (length, length)."""
-    return window_visibility(length, 0, length, device)
+    return window_visibility(length, 0, length)
 
 
-def window_visibility(back: int, ahead: int, length: int, device: torch.device | None = None) -> Tensor:
+def window_visibility(back: int, ahead: int, length: int) -> Tensor:
     """i − back ≤ j ≤ i + ahead: (length, length). `window=W` is back = ahead = W − 1."""
-    return block_visibility(1, back, ahead, length, device)
+    return block_visibility(1, back, ahead, length)
 
 
-def block_visibility(size: int, back: int, ahead: int, length: int, device: torch.device | None = None) -> Tensor:
+def block_visibility(size: int, back: int, ahead: int, length: int) -> Tensor:
     """⌊i/size⌋ − back ≤ ⌊j/size⌋ ≤ ⌊i/size⌋ + ahead: (length, length)."""
-    block = torch.arange(length, device=device) // size
+    block = torch.arange(length) // size
     i, j = block[:, None], block[None]
     return (j >= i - back) & (j <= i + ahead)
 

@@ -84,7 +84,7 @@ class BatchShape:
         return slice(first, first + self.batch_size)
 
     def has_spare_batch(self, number: int) -> bool:
-        """Return whether this process gets none of the last of `number` batches, dealt out in turn.
+        """Return whether this process gets none of the last of `number` batches, assigned in turn.
 
         It then runs one that does not count: sharded weights need every process for every batch.
         """

@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from longspan.train.data import tables
 from longspan.train.data.chat import read_messages
 from longspan.train.data.containers import CHUNK, COMPRESSED, Entry, UnreadableError, open_entries, refusal
-from longspan.train.data.containers import open_decompressed as open_decompressed
 from longspan.train.data.tasks import read_label
 
 Tokens = NDArray[Any]
@@ -379,18 +378,6 @@ class DocumentReader:
         if kind in (None, "JSON", "JSON lines"):
             return self._read_file(entry)[1]
         return self._read_series(entry, str(kind), tables.read_rows(entry, str(kind)), ())[1]
-
-
-def read_documents(path: Path, root: Path | None, options: ReadOptions) -> Iterator[DocumentChunk]:
-    """Yield the documents of one file; see `DocumentReader.read`.
-
-    Raises:
-        ValueError: The file is damaged, cannot be read, or a label is missing.
-    """
-    reader = DocumentReader(options)
-    yield from reader.read(path, root)
-    if reader.skipped and not reader.kinds:
-        raise UnreadableError(reader.skipped[0])
 
 
 class MappedFile(NamedTuple):

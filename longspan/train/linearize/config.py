@@ -32,7 +32,7 @@ class LinearizeConfig:
     keep_layers: tuple[int, ...] = ()
     """Layers, counted from 0, that keep their softmax attention, whose state grows."""
     keep: int = 0
-    """Number of layers that keep it: those whose replacement hurts most, measured after the first stage."""
+    """Number of layers that keep it: those whose replacement raises the loss most, measured after the first stage."""
     sampled_tokens: int = 0
     """Tokens that the teacher writes before the first stage, to train on beside --data; they take at most half of
     --minutes."""

@@ -66,7 +66,7 @@ class MixedWindows:
 def repeat_passages(tokens: Tensor, share: float, seed: int) -> Tensor:
     """Return sequences (B, T), in a share of which a few passages stand a second time, later than the first.
 
-    Whoever reads such a passage can predict it from its beginning, with a memory that recalls.
+    A model can predict such a passage from its beginning if its memory recalls.
     """
     tokens, generator = tokens.clone(), np.random.default_rng(seed)
     T = tokens.shape[1]

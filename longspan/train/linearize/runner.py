@@ -62,7 +62,7 @@ from longspan.utils import write_atomically
 
 RESUME, STUDENT, TRAINING, REPORT = "resume", "student.safetensors", "training.pt", "report.html"
 LOG_STEPS = 10
-COMPILED_STEPS = 200  # steps of a stage for which compilation pays, without --minutes
+COMPILED_STEPS = 200  # steps from which a stage is compiled, without --minutes
 
 
 def linearize(settings: LinearizeConfig) -> None:
@@ -337,7 +337,7 @@ class LinearizeRun:
         )
 
     def _keep_layers(self) -> None:
-        """Give the layers whose replacement hurts most their softmax attention back."""
+        """Restore the softmax attention of the layers whose replacement raises the loss most."""
         tokens = self._windows("transfer").batch(0, self._micro_batch("transfer")[0]).to(self.device)
         with self._autocast():
             damages = replacement_damage(self.teacher.model, self.student, tokens)
@@ -348,7 +348,7 @@ class LinearizeRun:
         self.logger.info(f"damage of each layer's replacement, in nats: {shown}; layers {self.kept} keep softmax")
 
     def _restore(self, kept: tuple[int, ...]) -> None:
-        """Build the student anew, with softmax attention in these layers and its weights elsewhere."""
+        """Build the student again, with softmax attention in these layers and its weights elsewhere."""
         source = self.teacher.model if self.processes.number == 1 else load_teacher(self.settings.model).model
         student = build_student(source, self.settings.mechanism, kept).to(self.device)
         student.load_state_dict(self.student.state_dict(), strict=False)

@@ -23,7 +23,7 @@ from longspan.train.data.batches import derive_seed
 from longspan.train.linearize.teacher import Teacher
 from longspan.train.loggers import format_duration
 
-TOP_P = 0.95  # without unlikely tokens, after which a small model loses the thread
+TOP_P = 0.95  # without unlikely tokens, after which a small model becomes incoherent
 MOST_ROWS = 2048  # sequences that are written together
 LONGEST_OPENING, LONGEST_QUOTE = 48, 16  # tokens of an opening, and of one that is taken from the text
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}"  # where the text of a user goes in a chat template

@@ -54,7 +54,7 @@ def set_checkpointing(student: Any, enabled: bool) -> None:
 
     transformers recomputes in training mode only.
     """
-    # Older versions of transformers say "gradient".
+    # Older versions of transformers name it "gradient".
     name = "activation" if hasattr(student, "activation_checkpointing_enable") else "gradient"
     if enabled:
         getattr(student, f"{name}_checkpointing_enable")({"use_reentrant": False})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ import torch
 
 from longspan.generation.tokenization import TOKENIZER
 from longspan.hf.swap import ATTENTION_DROPOUT
+from longspan.utils import join_names
 
 MIN_GGUF = 24  # bytes of the header
 
@@ -86,17 +87,15 @@ def _check_weights(path: Path, model: Any, found: Mapping[str, Any]) -> None:
     tied = (getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else ()
     missing = sorted(set(found["missing_keys"]) - set(tied))
     if missing:
-        raise ValueError(f"--model {path} lacks weights ({_listed(missing)}): {advice}")
+        raise ValueError(f"--model {path} lacks weights ({join_names(missing, 4)}): {advice}")
     if found["mismatched_keys"]:
         wrong = [f"{name} {tuple(stored)} instead of {tuple(own)}" for name, stored, own in found["mismatched_keys"]]
-        raise ValueError(f"--model {path} has weights that do not fit its config.json ({_listed(wrong)}): {advice}")
+        raise ValueError(
+            f"--model {path} has weights that do not fit its config.json ({join_names(wrong, 4)}): {advice}"
+        )
     broken = [name for name, x in model.named_parameters() if not bool(x.isfinite().all())]
     if broken:
-        raise ValueError(f"--model {path} has weights that are not finite ({_listed(broken)}): {advice}")
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        raise ValueError(f"--model {path} has weights that are not finite ({join_names(broken, 4)}): {advice}")
 
 
 def _load_tokenizer(path: Path, where: dict[str, Any]) -> Any:

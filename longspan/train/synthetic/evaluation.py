@@ -29,7 +29,7 @@ from longspan.train.loggers import Record
 from longspan.train.plots import plot_depths
 from longspan.train.presets import half_local
 from longspan.train.synthetic.tasks import TASKS, Examples, SyntheticTask, accuracy_by_depth
-from longspan.utils import choose, choose_device, commit, printable, write_atomically
+from longspan.utils import choose, choose_device, commit, plot_path, printable, write_atomically
 
 NUM_HEADS = 4
 NUM_SCORED = 512  # number of sequences to evaluate
@@ -172,7 +172,7 @@ def _train(
 
 
 def _logits(model: torch.nn.Module, examples: Examples) -> Tensor:
-    """Return the logits of all tokens (B, T, V), or of the classes (B, V), which the first token tells."""
+    """Return the logits of all tokens (B, T, V), or of the classes (B, V), read from the first token."""
     logits = model(examples.tokens, key_mask=examples.key_mask)
     assert isinstance(logits, Tensor)
     return logits if examples.labels.ndim > 1 else logits[:, 0]
@@ -278,7 +278,7 @@ def _write_plot(out: Path, result: Record) -> list[Path]:
     if not trials:
         return []
     depths = {trial["mechanism"]: trial["depths"] for trial in trials}
-    path = out.with_suffix(".png") if out.suffix != ".png" else out.with_name(f"{out.name}.png")
+    path = plot_path(out)
     write_atomically(path, plot_depths(depths, trials[0]["guess"], trials[0]["length"]))
     return [path]
 

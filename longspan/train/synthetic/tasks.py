@@ -274,7 +274,7 @@ def _distinct(rng: np.random.Generator, size: int, limit: int, count: int) -> In
 
 @dataclass(frozen=True)
 class Parity(SyntheticTask):
-    """Tell after every bit whether the number of ones so far is odd.
+    """Predict after every bit whether the number of ones so far is odd.
 
         tokens  1 0 1 1
         labels  1 1 0 1
