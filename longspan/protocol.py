@@ -771,13 +771,13 @@ class Mechanism(nn.Module, ABC):
     ) -> tuple[Tensor, State]:
         """Write a token and read with its query, in place; rotary is applied to q and k."""
         if dispatch.recording is not None:
-            dispatch.record("decode step", dispatch.TORCH, self._why_no_decode_kernel())
+            dispatch.record("decode step", dispatch.TORCH, self._why_no_decode_kernel(state, q, k, v))
         assert rotary is None or isinstance(rotary, CosSin)
         q, k = apply_rotary(rotary, q, k)
         after = self._write(state, k, v, gates=gates, lengths=None)
         return copy_out(self._read(after, q), out), _copy_into(state, after)
 
-    def _why_no_decode_kernel(self) -> str:
+    def _why_no_decode_kernel(self, state: State, q: Tensor, k: Tensor, v: Tensor) -> str:
         """Return why no kernel computes a decode step, for `longspan.explain`."""
         return f"{type(self).__name__} has no kernel for it"
 

@@ -533,8 +533,8 @@ class LinearAttention(Mechanism):
         )
         return found if self.output_scale == 1 else found.mul_(self.output_scale), state
 
-    def _why_no_decode_kernel(self) -> str:
-        return self._why_in_full() or super()._why_no_decode_kernel()
+    def _why_no_decode_kernel(self, state: State, q: Tensor, k: Tensor, v: Tensor) -> str:
+        return self._why_in_full() or super()._why_no_decode_kernel(state, q, k, v)
 
     def decode_function(self, state: State, rotary: Sequence[RotaryKind | None]) -> DecodeFunction | None:
         """Return `decode_step` of one sequence on a CPU; see `Mechanism.decode_function`."""

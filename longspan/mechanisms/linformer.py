@@ -307,7 +307,7 @@ class LinformerAttention(Mechanism):
     ) -> tuple[Tensor, State]:
         assert isinstance(state, LinformerState)
         single = len(q) == 1 and self.keys.bias is None and (q.device.type, q.dtype) == ("cpu", state.k.dtype)
-        if self._decodes_eagerly or not (state.pending or single):
+        if self._why_eager_steps() is not None or not (state.pending or single):
             return super()._decode_step(state, q, k, v, gates, rotary, out)
         assert rotary is None or isinstance(rotary, CosSin)
         if not state.pending:
@@ -326,7 +326,7 @@ class LinformerAttention(Mechanism):
     def decode_function(self, state: State, rotary: Sequence[RotaryKind | None]) -> DecodeFunction | None:
         """Return `decode_step` of one sequence on a CPU; see `Mechanism.decode_function`."""
         assert isinstance(state, LinformerState)
-        if self._decodes_eagerly or self.keys.bias is not None:
+        if self._why_eager_steps() is not None or self.keys.bias is not None:
             return None
         kind, compressed, check = rotary[0], (state.k, state.v), self.check_length
         tables = self.keys.table, self.values.table
@@ -339,16 +339,24 @@ class LinformerAttention(Mechanism):
 
         return step
 
-    @property
-    def _decodes_eagerly(self) -> bool:
-        """Whether the kernels lack an option that a decode step needs."""
-        special = self.keys.kind == "convolution" or (self.training and self.dropout > 0)
-        return special or max(self.head_dim, self.value_dim) > 256
+    def _why_eager_steps(self) -> str | None:
+        """Return what the kernels of a decode step lack; None if nothing."""
+        if self.keys.kind == "convolution":
+            return "a convolution"
+        if self.training and self.dropout > 0:
+            return "dropout"
+        D, E, largest = self.head_dim, self.value_dim, dispatch.LARGEST
+        return f"head or value dimension ({D}, {E}) is over {largest}" if max(D, E) > largest else None
+
+    def _why_no_decode_kernel(self, state: State, q: Tensor, k: Tensor, v: Tensor) -> str:
+        assert isinstance(state, LinformerState)
+        why = self._why_eager_steps() or why_not_triton(state.k)
+        return why or super()._why_no_decode_kernel(state, q, k, v)
 
     def decode_state(self, state: State, dtype: torch.dtype) -> State:
         """Return the state with a write buffer beside the compressed keys and values, where the kernels take it."""
         assert isinstance(state, LinformerState)
-        if self._decodes_eagerly or why_not_triton(state.k) is not None:
+        if self._why_eager_steps() is not None or why_not_triton(state.k) is not None:
             return state
         state = replace(state, k=state.k.contiguous(), v=state.v.contiguous())
         return replace(state, pending=(PendingTokens.of(state.length, state.k, state.v, dtype),))

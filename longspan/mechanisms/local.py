@@ -174,14 +174,17 @@ class LocalAttention(Mechanism):
         bounds = packing.bounds(q.shape[1])
         return self._windowed(q, self._key(k), v, self.window._replace(causal=causal), bounds=bounds)
 
-    def _why_no_decode_kernel(self) -> str:
+    def _why_no_decode_kernel(self, state: State, q: Tensor, k: Tensor, v: Tensor) -> str:
         options = {
             "dropout": self._dropout > 0,
             "query_offset": self.query_offset,
             "a bias": self.bias is not None,
             "xpos": self.xpos is not None,
         }
-        return ", ".join(name for name, given in options.items() if given) or super()._why_no_decode_kernel()
+        assert isinstance(state, LocalState)
+        why = ", ".join(name for name, given in options.items() if given)
+        why = why or window_op.why_not_triton(q, k, v) or why_not_triton(q, k, v, state.k, state.v)
+        return why or super()._why_no_decode_kernel(state, q, k, v)
 
     def _decode_step(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, rotary: Rotation, out: Tensor | None

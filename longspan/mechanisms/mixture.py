@@ -321,15 +321,26 @@ class MixtureAttention(Mechanism):
     def _fused_step(self, q: Tensor, k: Tensor, v: Tensor, local: LocalState, memory: LinearState) -> bool:
         """Whether the kernel computes a decode step."""
         assert isinstance(self.memory, LinearAttention)
-        phi, why = self.memory.feature_map, None
+        fits = self._why_no_fused_step(memory) is None
+        return fits and why_not_triton(q, k, v, local.k, local.v, memory.kv, memory.z) is None
+
+    def _why_no_fused_step(self, memory: State) -> str | None:
+        """Return what the kernel of a decode step lacks; None if nothing."""
+        if not isinstance(memory, LinearState):
+            return f"the memory {type(self.memory).__name__}; the kernel takes LinearAttention"
+        assert isinstance(self.memory, LinearAttention)
+        phi = self.memory.feature_map
         if not isinstance(phi, Hedgehog | FusedMap):
-            why = f"the feature map {type(phi).__name__}, which is not one of the kernels'"
-        elif max(self.head_dim, self.value_dim) > LARGEST or memory.kv.dtype == torch.float64:
+            return f"the feature map {type(phi).__name__}, which is not one of the kernels'"
+        if max(self.head_dim, self.value_dim) > LARGEST or memory.kv.dtype == torch.float64:
             sizes = f"a head of {self.head_dim} × {self.value_dim} in {memory.kv.dtype}"
-            why = f"{sizes}; the kernel takes {LARGEST} × {LARGEST} at most in float32"
-        if why is not None and dispatch.recording is not None:
-            dispatch.record("decode step", dispatch.TORCH, why)
-        return why is None and why_not_triton(q, k, v, local.k, local.v, memory.kv, memory.z) is None
+            return f"{sizes}; the kernel takes {LARGEST} × {LARGEST} at most in float32"
+        return None
+
+    def _why_no_decode_kernel(self, state: State, q: Tensor, k: Tensor, v: Tensor) -> str:
+        local, memory = _parts(state)
+        why = self._why_no_fused_step(memory) or why_not_triton(q, k, v, local.k, local.v)
+        return why or super()._why_no_decode_kernel(state, q, k, v)
 
     def _attend_window(
         self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *, causal: bool

@@ -10,7 +10,7 @@ import copy
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from longspan.layout import Packing
+from longspan.layout import Packing, TokenLayout
 from longspan.mechanisms import build_mechanism
 from longspan.models.layers import Attention
 from longspan.ops.common import dispatch
@@ -70,8 +70,8 @@ def explain(
     batch_size: int = 1,
     length: int = 8192,
     *,
-    num_heads: int = 8,
-    head_dim: int = 64,
+    num_heads: int | None = None,
+    head_dim: int | None = None,
     key_length: int | None = None,
     causal: bool | None = None,
     training: bool = False,
@@ -92,8 +92,8 @@ def explain(
         target: The name of a mechanism, a mechanism, or a module whose attention layers are explained one by one.
         batch_size: B. With `packed` it is 1.
         length: T, the number of tokens; with `decode`, of tokens before the step.
-        num_heads: H of a mechanism given by name.
-        head_dim: D of a mechanism given by name.
+        num_heads: H of a mechanism given by name, 8 unless given.
+        head_dim: D of a mechanism given by name, 64 unless given.
         key_length: S of cross-attention; T unless given.
         causal: Whether a mechanism is causal; True unless given, where it can be. Layers have a mode of their own.
         training: Whether dropout is active and gradients are computed.
@@ -108,13 +108,25 @@ def explain(
         ValueError: If the arguments exclude each other, or the call itself refuses them.
     """
     call = _Call(batch_size, length, key_length, causal, training, decode, padded, packed, dtype, device)
+    shape = {name: x for name, x in (("num_heads", num_heads), ("head_dim", head_dim)) if x is not None}
     if isinstance(target, str):
-        target = build_mechanism(target, num_heads, head_dim, **options)
-    elif options:
-        raise ValueError(f"options are for a mechanism given by name, got {', '.join(options)} for a module")
+        target = build_mechanism(target, **{"num_heads": 8, "head_dim": 64} | shape, **options)
+    elif given := ", ".join([*shape, *options]):
+        raise ValueError(f"options are for a mechanism given by name, got {given} for a module")
+    if not isinstance(target, nn.Module):
+        raise TypeError(f"target must be the name of a mechanism or a module, got {target!r}")
     targets = {"": target} if isinstance(target, Mechanism | Attention) else dict(_attention_layers(target))
     if not targets:
         raise ValueError(f"{type(target).__name__} has no attention layer of longspan to explain")
+    if key_length is not None and not any(isinstance(each, Mechanism) or each.cross for each in targets.values()):
+        raise ValueError("key_length is for cross-attention, which there is none of: leave it out")
+    if decode:  # An encoder does not.
+        decodes = {
+            key: each for key, each in targets.items() if isinstance(each, Mechanism) or each.causal or each.cross
+        }
+        targets = decodes
+        if not targets:
+            raise ValueError("bidirectional attention has no decode step: leave out decode")
     return Explanation(str(call), {name: tuple(call.decisions(each)) for name, each in targets.items()})
 
 
@@ -145,16 +157,19 @@ class _Call:
     ) -> None:
         check_integer("batch_size", batch_size, 1)
         check_integer("length", length, 1)
+        if key_length is not None:
+            check_integer("key_length", key_length, 1)
         if packed is not None and (padded or decode or batch_size != 1 or key_length is not None):
             raise ValueError("packed sequences are one row of tokens: leave out batch_size, padded, decode, key_length")
         if decode and (padded or training or key_length is not None or causal is False):
             raise ValueError("a decode step is causal, of one token: leave out padded, training, key_length and causal")
-        self.batch_size, self.length = batch_size, length if packed is None else sum(packed)
-        self.key_length, self.causal = key_length or self.length, causal
-        self.training, self.decode, self.padded = training, decode, padded
+        self.packing = None if packed is None else Packing.from_lengths(packed)
         self.packed = None if packed is None else list(packed)
+        self.batch_size, self.length = batch_size, length if packed is None else sum(packed)
+        self.key_length, self.causal = self.length if key_length is None else key_length, causal
+        self.training, self.decode, self.padded = training, decode, padded
         self.dtype = _dtype(dtype)
-        kind = torch.device(device).type
+        kind = device.type if isinstance(device, torch.device) else device.partition(":")[0]
         self.device = torch.device("cuda:0" if choose("device", kind, ("cpu", "cuda")) == "cuda" else "cpu")
 
     def __str__(self) -> str:
@@ -187,34 +202,47 @@ class _Call:
             kind = "causal" if layer.causal else "bidirectional"
             raise ValueError(f"the layer is {kind}: leave out causal, got {self.causal}")
         if self.decode:
-            self._call_mechanism(layer.mechanism, True)
+            self._call_step(layer.mechanism, reads=layer.cross)
             return
         x = self._empty(self.batch_size, self.length, layer.dim)
+        if layer.value_embedding is not None:
+            layout = TokenLayout.of(x, causal=layer.causal, key_mask=self._mask(), packing=self.packing)
+            tokens = torch.zeros(self.batch_size, self.length, dtype=torch.int64)
+            layer(x, _layouts=(replace(layout, tokens=tokens), None))
+            return
         context = self._empty(self.batch_size, self.key_length, layer.to_kv.in_features) if layer.cross else None
         masks = {"context_mask" if layer.cross else "key_mask": self._mask()}
-        layer(x, context=context, packing=self._packing(), **masks)
+        layer(x, context=context, packing=self.packing, **masks)
 
     def _call_mechanism(self, mechanism: Mechanism, causal: bool) -> None:
-        tokens, keys = (1, 1) if self.decode else (self.length, self.key_length)
+        if self.decode:
+            self._call_step(mechanism)
+            return
+        q, k, v, gates = self._tensors(mechanism, self.length, self.key_length)
+        mechanism(q, k, v, gates=gates, causal=causal, key_mask=self._mask(), packing=self.packing)
+
+    def _call_step(self, mechanism: Mechanism, *, reads: bool = False) -> None:
+        """Make a step of the decode loop; one of cross-attention only reads."""
+        q, k, v, gates = self._tensors(mechanism, 1, 1)
+        state = mechanism.new_state(self.batch_size, device=self.device, dtype=self.dtype)
+        if reads:
+            mechanism.read(state, q)
+            return
+        state = mechanism.decode_state(state.reserve(self.length + 1), self.dtype)
+        mechanism.decode_step(state, q, k, v, gates=gates)
+
+    def _tensors(self, mechanism: Mechanism, tokens: int, keys: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return q, k, v and gates without data."""
         q = self._empty(self.batch_size, tokens, mechanism.num_heads, mechanism.head_dim)
         rows = self.batch_size, keys, mechanism.num_kv_heads
         k, v = self._empty(*rows, mechanism.head_dim), self._empty(*rows, mechanism.value_dim)
-        gates = self._empty(*rows, mechanism.num_gates) if mechanism.num_gates else None
-        if self.decode:
-            state = mechanism.new_state(self.batch_size, device=self.device, dtype=self.dtype)
-            state = mechanism.decode_state(state.reserve(self.length + 1), self.dtype)
-            mechanism.decode_step(state, q, k, v, gates=gates)
-            return
-        mechanism(q, k, v, gates=gates, causal=causal, key_mask=self._mask(), packing=self._packing())
+        return q, k, v, self._empty(*rows, mechanism.num_gates) if mechanism.num_gates else None
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def _mask(self) -> Tensor | None:
         return torch.arange(self.key_length).expand(self.batch_size, -1) < self.key_length - 1 if self.padded else None
-
-    def _packing(self) -> Packing | None:
-        return None if self.packed is None else Packing.from_lengths(self.packed)
 
 
 def _dtype(given: torch.dtype | str) -> torch.dtype:

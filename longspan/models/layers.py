@@ -16,6 +16,7 @@ from longspan.mechanisms import build_mechanism, find_mechanism
 from longspan.mechanisms.split import SplitAttention
 from longspan.models.config import AttentionConfig, FeedForwardConfig
 from longspan.models.positions import Rotary
+from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import recompute
 from longspan.ops.common.torch_private import is_exporting
 from longspan.ops.convolution import short_convolution
@@ -116,6 +117,8 @@ class ShortConvolution(nn.Module):
             out = short_convolution(x, self.weight)
             if out is not None:
                 return layout.zero_fill(out)  # The kernels go on after a sequence's end.
+        elif dispatch.recording is not None:
+            dispatch.record("short convolution", dispatch.TORCH, "a packed row, or tokens after a state")
         total = x * self.weight[0]
         for offset in range(1, self.size):
             total = total + shift_tokens(x, (offset,), layout, recent) * self.weight[offset]

@@ -268,12 +268,25 @@ def test_every_argument_is_part_of_the_call() -> None:
         ("local", {"window": 5, "xpos": 32}, "xpos"),
         ("local", {"window": 5, "query_offset": 2}, "query_offset"),
         ("local", {"window": 5, "bias": torch.zeros(4, 1, 9)}, "a bias"),
+        ("local", {"window": 5, "head_dim": 257}, "head or value dimension (257, 257) is over 256"),
+        ("local", {"window": 5, "dtype": "float64"}, "q, k and v are float64, float64, float64; the kernels take one"),
+        ("linformer", {"rank": 11, "max_length": 67, "projection": "convolution"}, "a convolution"),
+        (
+            "linformer",
+            {"rank": 11, "max_length": 67, "value_dim": 257},
+            "head or value dimension (64, 257) is over 256",
+        ),
+        ("linformer", {"rank": 11, "max_length": 67, "dtype": "float64"}, "a tensor is not bfloat16, float16 or"),
+        ("mixture", {"window": 5, "memory": "delta"}, "the memory DeltaAttention; the kernel takes LinearAttention"),
+        ("mixture", {"window": 5, "head_dim": 129}, "a head of 129 × 129 in torch.float32; the kernel takes 128 × 128"),
         ("softmax", {}, "SoftmaxAttention has no kernel for it"),
     ],
 )
 def test_what_keeps_a_decode_step_from_kernels(name: str, options: dict[str, Any], why: str) -> None:
     found = explain(name, 1, 67, num_heads=4, decode=True, **options)
-    assert found.decisions[0] == ("decode step", "torch", why)
+    (step,) = (decision for decision in found.decisions if decision.operation == "decode step")
+    assert step.algorithm == "torch"
+    assert (step.why or "").startswith(why)
 
 
 @pytest.mark.parametrize(
@@ -281,9 +294,13 @@ def test_what_keeps_a_decode_step_from_kernels(name: str, options: dict[str, Any
     [
         ({"packed": [3], "padded": True}, "packed sequences are one row"),
         ({"decode": True, "training": True}, "a decode step is causal, of one token"),
+        ({"packed": [3.5]}, "lengths must be one or more non-negative integers"),
+        ({"packed": 3}, "lengths must be a sequence of integers, got 3"),
+        ({"key_length": 0}, "key_length must be at least 1, got 0"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"length": 0}, "length must be at least 1, got 0"),
         ({"device": "mps"}, "unknown device 'mps'; there is cpu, cuda"),
+        ({"device": "gpu"}, "unknown device 'gpu'; there is cpu, cuda"),
         ({"dtype": "int8"}, "unknown dtype 'int8'"),
         ({"windo": 5}, "windo"),
     ],
@@ -322,10 +339,43 @@ def test_layers_of_a_model_are_explained_and_the_model_is_not_changed() -> None:
     assert {d.algorithm for d in explain(given, decode=True).decisions} == {"decode"}
     with pytest.raises(ValueError, match="the layer is causal: leave out causal, got False"):
         explain(given, causal=False)
-    with pytest.raises(ValueError, match="options are for a mechanism given by name, got window"):
-        explain(given, window=5)
+    for name in ("window", "head_dim", "num_heads"):
+        with pytest.raises(ValueError, match=f"options are for a mechanism given by name, got {name}"):
+            explain(given, **{name: 5})
+    with pytest.raises(ValueError, match="key_length is for cross-attention"):
+        explain(given, key_length=5)
     with pytest.raises(ValueError, match="Linear has no attention layer"):
         explain(nn.Linear(2, 3))
+    with pytest.raises(TypeError, match="target must be the name of a mechanism or a module, got None"):
+        explain(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options", [{"qk_norm": True}, {"out_norm": True, "out_gate": "silu"}, {"conv_size": 3}], ids=str
+)
+@pytest.mark.parametrize("value_embedding", [False, True])
+def test_layers_with_options_of_the_recipe(options: dict[str, Any], value_embedding: bool) -> None:
+    attention = AttentionConfig(num_heads=2, mechanism="linear", value_embedding=value_embedding, **options)
+    given = LanguageModel(ModelConfig(dim=16, depth=1, causal=True, vocab_size=11, attention=attention))
+    before = ["convolution"] if "conv_size" in options else []
+    layouts: list[dict[str, Any]] = [{}, {"training": True}, {"padded": True}]
+    for layout in layouts:
+        assert algorithms(explain(given, 2, 67, **layout)) == [*before, "fused_chunk"]
+    packed = explain(given, packed=[3, 5])
+    assert algorithms(packed) == ["fused_chunk"]
+    assert packed.on_kernels == (not before)
+    assert algorithms(explain(given, decode=True)) == ["decode"]
+
+
+def test_a_decode_step_of_an_encoder_and_a_decoder() -> None:
+    attention = AttentionConfig(num_heads=2, mechanism="linear")
+    encoder = ModelConfig(dim=16, depth=1, vocab_size=11, attention=attention)
+    decoder = ModelConfig(dim=16, depth=1, causal=True, vocab_size=11, attention=attention, cross=attention)
+    found = explain(longspan.EncoderDecoder(encoder, decoder), decode=True)
+    assert [[decision.algorithm for decision in each] for each in found.layers.values()] == [["decode"], ["torch"]]
+    assert all(name.startswith("decoder.") for name in found.layers)
+    with pytest.raises(ValueError, match="bidirectional attention has no decode step: leave out decode"):
+        explain(LanguageModel(encoder), decode=True)
 
 
 def test_a_layer_of_linformer_is_one_kernel() -> None:

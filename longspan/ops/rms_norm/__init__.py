@@ -28,9 +28,9 @@ def rms_norm_heads(
 
     Returns:
         (B, T, H, D), or None if no kernel supports these tensors and modules: on a CPU, where something needs a
-        gradient or traces the call, or for another norm.
+        gradient, traces or explains the call, or for another norm.
     """
-    if not _untraced(x):
+    if dispatch.recording is not None or not _untraced(x):
         return None
     scale = rms_norm_scale(norm, x.shape[3])
     if scale is None or not _takes_kernel(x, scale[0], gates):
