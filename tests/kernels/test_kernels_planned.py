@@ -93,6 +93,43 @@ def test_other_signatures_have_other_plans(name: str, planned: list[object], mon
 
 
 @interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_saved_tensors_may_have_another_layout(
+    name: str, planned: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A view is dense after `torch.autograd.graph.save_on_cpu`, and one plan serves calls with it and without."""
+    mechanism, d_out = MECHANISMS[name](), torch.randn(1, 7, 2, 16).bfloat16()
+    views = [torch.cat([x.detach(), x.detach()], -1)[..., :16].requires_grad_() for x in inputs(7)]
+    monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
+    expected = results(mechanism, views, d_out)
+    copied = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda x: x)
+    for _ in range(2):
+        with copied:
+            found = results(mechanism, views, d_out)
+        assert all(map(torch.equal, found, expected))
+        plans.clear()  # Then the first backward pass is that of dense tensors.
+    assert all(map(torch.equal, results(mechanism, views, d_out), expected))
+    assert len(planned) == 4
+
+
+@interpreted
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize("name", ["linear", "softmax", "performer"])
+def test_lengths_need_not_be_contiguous(name: str, planned: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
+    mechanism = MECHANISMS[name]()
+    q, k, v = (torch.cat([x, x]).detach() for x in inputs())
+    lengths = torch.tensor([2, 0, 5, 0])
+    found, expected = (
+        mechanism._attend_causal(q, k, v, gates=None, lengths=x) for x in (lengths[::2], lengths[::2].clone())
+    )
+    torch.testing.assert_close(found[0, :2], expected[0, :2], atol=0.02, rtol=0.02)  # by other kernels of performer
+    torch.testing.assert_close(found[1], expected[1], atol=0.02, rtol=0.02)
+
+
+@interpreted
 @pytest.mark.usefixtures("bfloat16")
 def test_gradients_of_gradients_are_refused(planned: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)

@@ -15,6 +15,7 @@ from triton.runtime.errors import OutOfResources
 
 from longspan.ops.common.plans import Signature as Signature
 from longspan.ops.common.plans import TensorSignature, cached, signature
+from longspan.ops.common.plans import dense_rows as dense_rows
 from longspan.ops.common.torch_private import current_device, current_stream
 
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -210,11 +211,6 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     if not x.is_cuda or x.get_device() == current_device():
         return _NO_CHANGE
     return torch.cuda.device(x.device)
-
-
-def dense_rows(x: Tensor) -> Tensor:
-    """Return x with a contiguous last dimension, which block loads require."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def dense(x: Tensor | None) -> Tensor | None:

@@ -14,6 +14,8 @@ Signature = tuple[TensorSignature | None, ...]
 
 C = TypeVar("C")
 
+# Offsets of 32 bits; the most tokens in a block.
+OFFSETS, BLOCK = 2**31, 256
 # The cache is emptied when it is full.
 MOST_PLANS = 8192
 _plans: dict[Hashable, Any] = {}
@@ -22,6 +24,16 @@ _plans: dict[Hashable, Any] = {}
 def signature(*tensors: Tensor | None) -> Signature:
     """Return the cache key of a call with these tensors."""
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15 == 0) for x in tensors])
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """Return x (B, T, H, D) with strides that kernels take.
+
+    The last is 1, and offsets in 32 bits do not overflow: those inside a block of tokens, and from head to head of a
+    group. Kernels compute all others in 64 bits.
+    """
+    _, t, h, d = x.stride()
+    return x if d == 1 and BLOCK * t + x.shape[2] * h < OFFSETS else x.contiguous()
 
 
 def cached(key: Hashable, make: Callable[..., C], *args: Any) -> C:

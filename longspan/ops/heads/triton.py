@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.ops.common.launch import Plan, Signature, new_like, on_device
+from longspan.ops.common.launch import Plan, Signature, dense, new_like, on_device
 from longspan.ops.common.tiles import padded, zeros
 from longspan.ops.heads import TOKENS, num_parts
 
@@ -35,7 +35,7 @@ def forward(
     epsilon: float,
 ) -> tuple[Tensor, ...]:
     """Return q, k and v of the first part and those of the second, (B, T, heads, D) each."""
-    x, weight_q, weight_k = x.contiguous(), weight_q.contiguous(), weight_k.contiguous()
+    x, weight_q, weight_k, cos, sin = (dense(y) for y in (x, weight_q, weight_k, cos, sin))
     plan = _HeadsPlan.of((x, weight_q, weight_k, cos, sin), heads, first, rotate_first, rotate_second, epsilon, False)
     sizes = (first, heads - first)
     outputs = tuple(x.new_empty(*x.shape[:2], n, len(weight_q)) for n in sizes for _ in range(3))
@@ -58,7 +58,7 @@ def backward(
     epsilon: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of x, and parts (P, 2, D) of those of both weights, to be summed."""
-    x, weight_q, weight_k = x.contiguous(), weight_q.contiguous(), weight_k.contiguous()
+    x, weight_q, weight_k, cos, sin = (dense(y) for y in (x, weight_q, weight_k, cos, sin))
     grads = [d.contiguous() for d in grads]
     tensors = x, weight_q, weight_k, cos, sin, *grads
     plan = _HeadsPlan.of(tensors, heads, first, rotate_first, rotate_second, epsilon, True)

@@ -30,7 +30,7 @@ from longspan.ops.common.autograd import (
     refuse_forward_mode,
     run_planned,
 )
-from longspan.ops.common.plans import cached, signature
+from longspan.ops.common.plans import cached, dense_rows, signature
 from longspan.ops.common.torch_private import forward_ad_level, is_exporting
 from longspan.ops.linear import torch as torch_chunk
 from longspan.ops.linear.torch import FLOOR, is_zero, running_max, safe_divide
@@ -230,7 +230,7 @@ class _Stateless:
         if problem.algorithm == "favor" and _kernels("favor_short").takes(x, problem):
             self.kernels = _kernels("favor_short")
         self.read = self.kernels.forward_plan(x, problem)
-        self.differentiate: dict[Any, Any] = {}  # by the layout of the gradient, all that may differ
+        self.differentiate: dict[Any, Any] = {}  # by layout: hooks may change that of saved tensors
 
     def forward(self, q: Any, k: Any, v: Any, weight: Any, lengths: Any) -> tuple[Any, ...]:
         out, _, _, den, starts = self.read(LinearInputs(q, k, v, weight, None, lengths, None, None))
@@ -238,14 +238,17 @@ class _Stateless:
 
     def backward(self, d_out: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
         out, den, starts, q, k, v, weight, lengths = saved
-        x = LinearInputs(q, k, v, weight, None, lengths, None, None)
-        if d_out.stride(3) != 1:
-            d_out = d_out.contiguous()
-        found = LinearSaved(d_out, None, out, den, starts, None)
-        layout = d_out.stride(), d_out.data_ptr() & 15
+        strides = d_out.stride(), q.stride(), k.stride(), v.stride()
+        layout = *strides, d_out.data_ptr() & 15, q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15
         plan = self.differentiate.get(layout)
         if plan is None:
-            plan = self.differentiate[layout] = self.kernels.backward_plan(found, x, self.problem)
+            d_out, q, k, v = map(dense_rows, (d_out, q, k, v))
+        x = LinearInputs(q, k, v, weight, None, lengths, None, None)
+        found = LinearSaved(d_out, None, out, den, starts, None)
+        if plan is None:
+            plan = self.kernels.backward_plan(found, x, self.problem)
+            if strides == (d_out.stride(), q.stride(), k.stride(), v.stride()):  # Nothing was copied.
+                self.differentiate[layout] = plan
         d_q, d_k, d_v, *_ = plan(found, x)
         return d_q, d_k, d_v, None, None
 
@@ -257,7 +260,8 @@ def _eager_plan(
     q, k, v, weight, lengths = tensors
     x = LinearInputs(q, k, v, weight, None, lengths, None, None)
     algorithm = choose_algorithm(x, feature_map, normalize, bucket, epsilon)
-    dense = all(y.stride(-1) == 1 for y in (q, k, v)) and (weight is None or weight.is_contiguous())
+    dense = all(dense_rows(y) is y for y in (q, k, v))
+    dense = dense and all(y is None or y.is_contiguous() for y in (weight, lengths))
     if algorithm not in ("fused_chunk", "tiled_chunk", "favor") or not dense:
         return False
     return _Stateless(x, LinearProblem(feature_map, normalize, bucket, False, algorithm, epsilon))

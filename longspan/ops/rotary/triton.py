@@ -20,7 +20,7 @@ RotateSizes = namedtuple("RotateSizes", "H D HALF BH BREST BT BACK")
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
     """Return x (B, T, H, D), contiguous, with pair (i, i + R/2) multiplied by cos_i ± √−1 sin_i, (T, R/2) each."""
-    x = dense_rows(x)
+    x, cos, sin = dense_rows(x), cos.contiguous(), sin.contiguous()
     plan = _RotatePlan.of((x, cos, sin), back)
     out = new_like(x)
     with on_device(x):

@@ -23,7 +23,7 @@ from longspan.ops.common.autograd import (
     refuse_forward_mode,
     run_planned,
 )
-from longspan.ops.common.plans import cached, signature
+from longspan.ops.common.plans import cached, dense_rows, signature
 from longspan.ops.rotary import Rotate
 from longspan.ops.window.torch import (
     BLIND,
@@ -129,28 +129,30 @@ class _Plain:
         self.options = *window, scale, 0.0, False
         self.plans = kernels().WindowPlan
         self.attend = self.plans.of((q, k, v, *NO_OPTIONS), *self.options).attend
-        self.differentiate: dict[Any, Any] = {}  # by the layout of the gradient, all that may differ
+        self.differentiate: dict[Any, Any] = {}  # by layout: hooks may change that of saved tensors
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
         found: tuple[Any, ...] = self.attend(q, k, v, *NO_OPTIONS)
         return found
 
     def backward(self, d_out: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
-        out, lse, *tensors = saved
-        if d_out.stride(3) != 1:
-            d_out = d_out.contiguous()
-        layout = d_out.stride(), d_out.data_ptr() & 15
+        out, lse, q, k, v = saved
+        strides = d_out.stride(), q.stride(), k.stride(), v.stride()
+        layout = *strides, d_out.data_ptr() & 15, q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15
         differentiate = self.differentiate.get(layout)
         if differentiate is None:
-            plan = self.plans.of((*tensors, *NO_OPTIONS, d_out, out, lse, None), *self.options)
-            differentiate = self.differentiate[layout] = plan.differentiate
-        d_q, d_k, d_v, _ = differentiate(d_out, None, out, lse, *tensors, *NO_OPTIONS)
+            d_out, q, k, v = map(dense_rows, (d_out, q, k, v))
+            plan = self.plans.of((q, k, v, *NO_OPTIONS, d_out, out, lse, None), *self.options)
+            differentiate = plan.differentiate
+            if strides == (d_out.stride(), q.stride(), k.stride(), v.stride()):  # Nothing was copied.
+                self.differentiate[layout] = differentiate
+        d_q, d_k, d_v, _ = differentiate(d_out, None, out, lse, q, k, v, *NO_OPTIONS)
         return d_q, d_k, d_v
 
 
 def _eager_plan(q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float | None) -> _Plain | Literal[False]:
     """Return the plan of a call without other options; False if there is none."""
-    dense = all(x.stride(-1) == 1 for x in (q, k, v))
+    dense = all(dense_rows(x) is x for x in (q, k, v))
     if not dense or why_not_triton(q, k, v, window) is not None:
         return False
     return _Plain(q, k, v, window, q.shape[3] ** -0.5 if scale is None else scale)

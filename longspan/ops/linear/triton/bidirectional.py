@@ -848,4 +848,5 @@ def _saved(rows: int, heads: int, D: int, M: int | None, E: int, bf16: bool) -> 
 def dense_inputs(x: BidirectionalInputs) -> tuple[Any, ...]:
     """The tensors as the kernels take them."""
     mask = None if x.key_mask is None else x.key_mask.contiguous().view(torch.uint8)
-    return dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), dense(x.weight), mask, x.offsets, x.key_offsets
+    rest = dense(x.weight), mask, dense(x.offsets), dense(x.key_offsets)
+    return dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), *rest

@@ -876,7 +876,7 @@ def forward(x: LinearInputs, problem: LinearProblem, *, zeroed: bool = True) -> 
     zeroed: Whether den is a tensor of its own and the workspace zeroed; otherwise den is None, and in the workspace.
     """
     rows = {"q": dense_rows(x.q), "k": dense_rows(x.k), "v": dense_rows(x.v)}
-    x = x._replace(**rows, weight=dense(x.weight), kv=dense(x.kv), shift=dense(x.shift))
+    x = x._replace(**rows, weight=dense(x.weight), lengths=dense(x.lengths), kv=dense(x.kv), shift=dense(x.shift))
     return forward_plan(x, problem)(x, zeroed=zeroed)
 
 
@@ -884,7 +884,7 @@ def backward(
     saved: LinearSaved, x: LinearInputs, problem: LinearProblem
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of q, k, v and of the sums and the total before, if there are any."""
-    x = x._replace(q=dense_rows(x.q), k=dense_rows(x.k), v=dense_rows(x.v), kv=dense(x.kv))
+    x = x._replace(q=dense_rows(x.q), k=dense_rows(x.k), v=dense_rows(x.v), lengths=dense(x.lengths), kv=dense(x.kv))
     saved = saved._replace(d_out=dense_rows(saved.d_out), d_kv=dense(saved.d_kv), out=dense(saved.out))
     return backward_plan(saved, x, problem)(saved, x)
 

@@ -682,7 +682,8 @@ def forward(x: LinearInputs, problem: LinearProblem, *, zeroed: bool = True) -> 
 
     zeroed: Whether den is a tensor of its own and the workspace zeroed; otherwise den is None, and in the workspace.
     """
-    x = x._replace(q=dense_rows(x.q), k=dense_rows(x.k), v=dense_rows(x.v), kv=dense(x.kv), shift=dense(x.shift))
+    x = x._replace(q=dense_rows(x.q), k=dense_rows(x.k), v=dense_rows(x.v), lengths=dense(x.lengths))
+    x = x._replace(kv=dense(x.kv), shift=dense(x.shift))
     return forward_plan(x, problem)(x, zeroed=zeroed)
 
 
@@ -690,7 +691,7 @@ def backward(
     saved: LinearSaved, x: LinearInputs, problem: LinearProblem
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of q, k, v and of the sums before, if there are any."""
-    x = x._replace(q=dense_rows(x.q), k=dense_rows(x.k), v=dense_rows(x.v), kv=dense(x.kv))
+    x = x._replace(q=dense_rows(x.q), k=dense_rows(x.k), v=dense_rows(x.v), lengths=dense(x.lengths), kv=dense(x.kv))
     saved = saved._replace(d_out=dense_rows(saved.d_out), d_kv=dense(saved.d_kv), out=dense(saved.out))
     return backward_plan(saved, x, problem)(saved, x)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from longspan.ops.common.exp import exact_exp
 from longspan.ops.common.feature_maps import pointwise_features, pointwise_gradient
-from longspan.ops.common.launch import Plan, Signature, Strides, dense_rows, new_like, on_device
+from longspan.ops.common.launch import Plan, Signature, Strides, dense, dense_rows, new_like, on_device
 from longspan.ops.common.running_sums import running_sums_kernel
 from longspan.ops.common.tiles import (
     FLOOR,
@@ -45,40 +45,40 @@ NormalizerSizes = namedtuple("NormalizerSizes", "H HKV M C BM MAP SCALED")
 
 def forward(x: NormalizerInputs, problem: NormalizerProblem) -> tuple[Tensor, ...]:
     """Return φ(q) / z, φ(k), z after the last token, β, z and C before each chunk."""
-    q, k = dense_rows(x.q), dense_rows(x.k)
-    plan = NormalizerPlan.of((q, k, x.lengths), problem)
+    q, k, lengths = dense_rows(x.q), dense_rows(x.k), dense(x.lengths)
+    plan = NormalizerPlan.of((q, k, lengths), problem)
     sums, scales = _first_slot(plan.shape, q, x.z, 0.0), None
     query, f, beta = new_like(q), new_like(k), q.new_empty(0, dtype=torch.float32)
     if plan.scaled:
         scales, beta = _first_slot(plan.shape[:3], q, x.shift, NO_SCALE), beta.new_empty(k.shape[:3])
     with on_device(q):
-        plan.sums(k, x.lengths, sums, scales, beta)
+        plan.sums(k, lengths, sums, scales, beta)
         if scales is None:
             plan.add_up(sums)
             scales = beta.new_empty(0)
         else:
             peaks, scales = scales, scales.cummax(2).values
             plan.scan(sums, peaks, scales)
-        plan.divide(q, k, x.lengths, sums, scales, query, f)
+        plan.divide(q, k, lengths, sums, scales, query, f)
     return query, f, sums[:, :, -1].clone(), beta, sums, scales
 
 
 def backward(saved: NormalizerSaved, x: NormalizerInputs, problem: NormalizerProblem) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and z before the first token."""
-    q, k = dense_rows(x.q), dense_rows(x.k)
+    q, k, lengths = dense_rows(x.q), dense_rows(x.k), dense(x.lengths)
     d_query, d_f = (
         new_like(y).zero_() if d is None else dense_rows(d) for d, y in ((saved.d_query, q), (saved.d_f, k))
     )
-    plan = NormalizerPlan.of((q, k, x.lengths, d_query, d_f), problem)
+    plan = NormalizerPlan.of((q, k, lengths, d_query, d_f), problem)
     d_sums = _first_slot(plan.shape, q, saved.d_z, 0.0)
     d_q, d_k = new_like(q), new_like(k)
     with on_device(q):
-        plan.queries(q, k, x.lengths, saved.sums, saved.scales, d_query, d_q, d_sums)
+        plan.queries(q, k, lengths, saved.sums, saved.scales, d_query, d_q, d_sums)
         if plan.scaled:
             plan.scan(d_sums, saved.scales, saved.scales)
         else:
             plan.add_up(d_sums)
-        plan.keys(q, k, x.lengths, saved.sums, saved.scales, d_query, d_f, d_sums, d_k)
+        plan.keys(q, k, lengths, saved.sums, saved.scales, d_query, d_f, d_sums, d_k)
     return d_q, d_k, d_sums[:, :, -1].clone()
 
 

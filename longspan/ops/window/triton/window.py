@@ -99,7 +99,7 @@ def _inputs(problem: WindowProblem) -> tuple[Any, ...]:
     """Return the tensors as kernels take them: q, k, v, mask, start, bounds, seed, bias."""
     q, k, v, mask, *rest, bias = problem.tensors
     mask = None if mask is None else mask.contiguous().view(torch.uint8)
-    return dense_rows(q), dense_rows(k), dense_rows(v), mask, *rest, dense(bias)
+    return dense_rows(q), dense_rows(k), dense_rows(v), mask, *map(dense, rest), dense(bias)
 
 
 class WindowPlan(Plan):
