@@ -32,9 +32,10 @@ from longspan.utils import choose, printable
 
 HELD_OUT, SCORED = 2_000_000, 1_048_576  # bytes
 Settings = dict[str, Any]
+_ANY_TIME = 86_400.0  # seconds, for runs of a number of steps
 SEPARATOR = "@"  # between a candidate and its recipe
 _NONE = {"optimizer": "adamw", "decay_type": "cosine", "model.ngrams": [], "model.zero_init_residual": False}
-_NONE |= {"model.residual_in_fp32": True}
+_NONE |= {"model.residual_in_fp32": True, "ngram_decay": 0.0}
 _MUON = {"optimizer": "muon", "muon_lr": 5e-3}
 _NGRAMS = {"model.ngrams": [2, 3, 4], "model.ngram_buckets": 32_768}
 _ZERO_INIT, _LINEAR = {"model.zero_init_residual": True}, {"decay_type": "linear"}
@@ -51,6 +52,7 @@ RECIPES: dict[str, Settings] = {
     "all": _NONE | _MUON | _NGRAMS | _ZERO_INIT | _LINEAR,
     "all-fast": _NONE | _MUON | _NGRAMS | _ZERO_INIT | _LINEAR | {"muon_lr": 1e-2},
     "no-ngrams": {"model.ngrams": []},
+    "no-ngram-decay": {"ngram_decay": 0.0},
     "no-muon": {"optimizer": "adamw"},
     "no-zero-init": {"model.zero_init_residual": False},
     "cosine-decay": {"decay_type": "cosine"},
@@ -151,6 +153,8 @@ class QualityOptions:
     """Seeds of weights and data order."""
     seconds: float = 90.0
     """Training time of each model, compilation excluded; on a CPU its processor time, whatever else runs there."""
+    steps: int | None = None
+    """Steps of each model, instead of a time."""
     preset: str = "small"
     """Preset of `longspan train`."""
     held_out: int = HELD_OUT
@@ -175,7 +179,7 @@ class QualityOptions:
                 f"give seeds, and one batch size for each context: got seeds {self.seeds}, contexts {self.contexts}, "
                 f"batch_sizes {self.batch_sizes}"
             )
-        check_positive(self, "contexts", "batch_sizes", "seconds", "held_out", "eval_every", "jobs", "minutes")
+        check_positive(self, "contexts", "batch_sizes", "seconds", "steps", "held_out", "eval_every", "jobs", "minutes")
         for name in self.candidates:
             _settings(name, 8, 4096)
         check_device(self.device)
@@ -193,6 +197,7 @@ class QualitySubject(Subject):
         preset: The preset of `longspan train`; context and batch size come from the case.
         held_out: Bytes at the end of the text that are not trained on; the first half of them is scored.
         eval_every: Steps between two scores during training; None: the end alone is scored.
+        steps: Steps to train for, instead of a time.
     """
 
     data: str
@@ -202,6 +207,7 @@ class QualitySubject(Subject):
     preset: str = "small"
     held_out: int = HELD_OUT
     eval_every: int | None = None
+    steps: int | None = None
 
     def workload(self, case: Case) -> Workload:
         raise NotImplementedError("a training run has no step to repeat: see `measure`")
@@ -228,6 +234,7 @@ class QualitySubject(Subject):
             "bits_per_byte": score["eval_bits_per_byte"],
             "scored": score["eval_tokens"],
             "train_seconds": last["seconds"],
+            "epochs": trainer.batches.epochs,
             "clock": "processor" if case.device == "cpu" else "wall",
             "steps": last["step"],
             "tokens": last["tokens"],
@@ -258,7 +265,7 @@ class QualitySubject(Subject):
             "seed": self.seed,
             "preset": self.preset,
             "context": case.length,
-            "minutes": self.seconds / 60,
+            **({"minutes": self.seconds / 60} if self.steps is None else {"steps": self.steps}),
             "data": [str(train)],
             "eval_data": [str(scored)],
             "out": str(folder / "run"),
@@ -294,13 +301,15 @@ def run(options: QualityOptions) -> list[Row]:
     waiting = [pair for pair in _subjects(options) if _identity(_described(*pair)) not in done]
     about, pairs, total, number = environment(options.device), iter(waiting), len(waiting), 0
     slower = 1 if options.device == "cuda" else 10  # A CPU may be shared with other processes.
-    config = MeasurementConfig(timeout=slower * options.seconds + 300, threads=torch.get_num_threads())
+    timeout = slower * options.seconds + 300 if options.steps is None else _ANY_TIME
+    config = MeasurementConfig(timeout=timeout, threads=torch.get_num_threads())
     while batch := list(islice(pairs, options.jobs)):
         workers = [(WorkerProcess(*pair, config), pair) for pair in batch]
         for worker, _ in workers:
             worker.wait_until_ready()
         for worker, pair in workers:
-            if deadline is not None and time.monotonic() + options.seconds > deadline:
+            required = options.seconds if options.steps is None else 0.0
+            if deadline is not None and time.monotonic() + required > deadline:
                 worker.kill()
                 continue
             number += 1
@@ -324,7 +333,7 @@ def table(rows: Sequence[Row]) -> TextTable:
     body = []
     for name, seconds in dict.fromkeys((row["candidate"], row["seconds"]) for row in finished):
         own = [row for row in finished if (row["candidate"], row["seconds"]) == (name, seconds)]
-        cells = [name, f"{own[0]['parameters'] / 1e6:.1f} M", f"{seconds:g}"]
+        cells = [name, f"{own[0]['parameters'] / 1e6:.1f} M", "–" if seconds is None else f"{seconds:g}"]
         for context in contexts:
             found = [row for row in own if row["context"] == context]
             if not found:
@@ -346,6 +355,24 @@ def steps_table(rows: Sequence[Row]) -> TextTable:
     return TextTable(["", "seconds", "steps", "tokens/s", "bits per byte", "seeds"], body)
 
 
+def epochs_table(rows: Sequence[Row]) -> TextTable:
+    """Return the held-out bits per byte of every candidate at the end of every epoch, as means over seeds."""
+    scores: dict[str, dict[int, list[float]]] = {}
+    finished = [row for row in rows if row["status"] == "ok"]
+    for row in finished:
+        own = scores.setdefault(row["candidate"], {})
+        for tokens, _, bits in row["held_out_curve"]:
+            own.setdefault(round(tokens * row["epochs"] / row["tokens"]), []).append(bits)
+    columns = sorted({epoch for own in scores.values() for epoch in own})
+    body = []
+    for name, own in scores.items():
+        first = next(row for row in finished if row["candidate"] == name)
+        cells = [f"{fmean(own[epoch]):.3f}" if epoch in own else "–" for epoch in columns]
+        number = sum(row["candidate"] == name for row in finished)
+        body.append([name, f"{first['parameters'] / 1e6:.1f} M", *cells, str(number)])
+    return TextTable(["", "parameters", *(f"epoch {epoch}" for epoch in columns), "seeds"], body)
+
+
 def _subjects(options: QualityOptions) -> Iterator[tuple[QualitySubject, Case]]:
     """What to train, in order: all candidates of a seed and a context together."""
     names = options.candidates or tuple(candidates(8, 4096))
@@ -355,7 +382,7 @@ def _subjects(options: QualityOptions) -> Iterator[tuple[QualitySubject, Case]]:
                 label = f"{name}, context {context}, seed {seed}"
                 settings = options.seconds, name, seed, options.preset, options.held_out, options.eval_every
                 case = Case(context, batch_size, device=options.device)
-                yield QualitySubject(label, options.data, *settings), case
+                yield QualitySubject(label, options.data, *settings, options.steps), case
 
 
 def _without_folder(settings: Settings, folder: str) -> Settings:
@@ -374,14 +401,16 @@ def _described(subject: QualitySubject, case: Case) -> Row:
         "context": case.length,
         "batch_size": case.batch_size,
         "seed": subject.seed,
-        "seconds": subject.seconds,
+        "seconds": subject.seconds if subject.steps is None else None,
+        "max_steps": subject.steps,
         "preset": subject.preset,
         "held_out": subject.held_out,
     }
 
 
 def _identity(row: Row) -> list[Any]:
-    return [row.get(name) for name in ("candidate", "context", "batch_size", "seed", "seconds", "preset", "held_out")]
+    names = ("candidate", "context", "batch_size", "seed", "seconds", "max_steps", "preset", "held_out")
+    return [row.get(name) for name in names]
 
 
 def read_results(path: Path) -> list[Row]:

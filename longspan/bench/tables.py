@@ -329,6 +329,7 @@ _JSONL: dict[str, tuple[Callable[[Path], list[Row]], Callable[[list[Row]], TextT
     "h200-quality-90s": (quality.read_results, quality.table),
     "h200-recipe": (quality.read_results, quality.table),
     "cpu-performer": (quality.read_results, quality.steps_table),
+    "cpu-repetition": (quality.read_results, quality.epochs_table),
     "h200-recall": (recall_results.read, recall_results.table),
     "h200-recall-1200": (recall_results.read, recall_results.table),
     "cpu-recall": (recall_results.read, recall_results.table),

@@ -209,6 +209,7 @@ def _run(settings: Settings, run: Path, accelerator: Any, mesh: Any, logger: Any
             f"bits per byte: {first:.3f} at the first step, {bits:.3f} now on held-out data; "
             f"the unigram baseline is {data['unigram_bits_per_byte']:.3f}"
         )
+    logger.info(f"the training data was read {trainer.batches.epochs:.2f} times")
     logger.info(f"the model is in {run / 'checkpoint'}; longspan report {run} draws its curves")
 
 

@@ -90,6 +90,8 @@ class TrainConfig:
     """Peak learning rate of embeddings, without weight decay; --lr by default."""
     weight_decay: float = 0.1
     """Weight decay (matrices only)."""
+    ngram_decay: float = 0.0
+    """Decay of n-gram tables from the second epoch on: to e^-this in one."""
     betas: tuple[float, ...] = (0.9, 0.95)
     """AdamW betas."""
     clip: float = 1.0
@@ -167,7 +169,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{_flag(name)} must be above 0, got {value}")
-        for name in ("warmup", "weight_decay", "clip", "divergence", "sample_tokens"):
+        for name in ("warmup", "weight_decay", "ngram_decay", "clip", "divergence", "sample_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{_flag(name)} must be 0 or more, got {getattr(self, name)}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -290,7 +292,7 @@ def resolve(given: Mapping[str, Any]) -> Settings:
         if name not in names and not name.startswith("model."):
             raise ValueError(f"unknown setting {name}{nearest(name, names)}")
     preset = PRESETS[choose("--preset", given.get("preset", TrainConfig.preset), PRESETS)]
-    train = _train_config(_without_muon(preset.train, given), given)
+    train = _train_config(_fitting(preset.train, given), given)
     chosen = _model_fields(given)
     model = copy.deepcopy(preset.model) if train.initial is None else _initial_model(train.initial)
     _set_fields(model, chosen)
@@ -304,11 +306,15 @@ def resolve(given: Mapping[str, Any]) -> Settings:
     return Settings(train, model, frozenset(chosen))
 
 
-def _without_muon(values: Values, given: Mapping[str, Any]) -> Values:
-    """Leave Muon and its rates of a preset out where another optimizer is given, or a trained model, for AdamW."""
-    if given.get("optimizer", "adamw" if given.get("init") else "muon") == "muon":
-        return values
-    return {name: value for name, value in values.items() if name not in ("optimizer", "muon_lr", "embedding_lr")}
+def _fitting(values: Values, given: Mapping[str, Any]) -> Values:
+    """Leave Muon and its rates of a preset out where another optimizer is given, or a trained model, for AdamW.
+
+    The n-grams of a trained model that are not in the new data would be forgotten: its tables do not decay.
+    """
+    left = {"ngram_decay"} if given.get("init") else set()
+    if given.get("optimizer", "adamw" if given.get("init") else "muon") != "muon":
+        left |= {"optimizer", "muon_lr", "embedding_lr"}
+    return {name: value for name, value in values.items() if name not in left}
 
 
 def _initial_model(initial: Initial) -> Values:

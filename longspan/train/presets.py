@@ -30,7 +30,7 @@ def _model(dim: int, depth: int, num_heads: int, **attention: Any) -> Values:
 # What `longspan bench quality` found best: docs/benchmarks.md.
 _GATED_OUTPUT = {"out_norm": True, "out_gate": "silu"}
 _MODEL_RECIPE = {"ngrams": [2, 3, 4], "ngram_buckets": 32_768, "zero_init_residual": True, "residual_in_fp32": False}
-_TRAIN_RECIPE = {"optimizer": "muon", "decay_type": "linear"}
+_TRAIN_RECIPE = {"optimizer": "muon", "decay_type": "linear", "ngram_decay": 8.0}
 
 PRESETS = {
     "tiny": Preset(

@@ -20,6 +20,7 @@ from longspan.distributed.mesh import Mesh, MeshShape
 from longspan.distributed.rendezvous import init_process_group
 from longspan.mechanisms.performer import random_feature_mechanisms
 from longspan.models.config import ModelConfig
+from longspan.models.ngrams import NgramEmbedding
 from longspan.models.transformer import Classifier
 from longspan.train.config import Settings, TrainConfig, described, differences
 from longspan.train.data.batches import (
@@ -39,6 +40,8 @@ from longspan.train.loggers import Logger, Record
 from longspan.train.muon import MuonAdamW, layer_matrices
 
 T = TypeVar("T")
+NGRAMS = "ngrams"  # marks the group of n-gram tables in the optimizer
+_MAX_DECAY = 0.5  # of n-gram tables in one step, where an epoch has few
 # Files of a run, one of each kind, which a glob must not match.
 _WRITTEN = ("run.json", "metrics.jsonl", "data/tokens.bin", "data/segments.npy", "checkpoint/training.pt")
 
@@ -339,22 +342,28 @@ def make_optimizer(train: TrainConfig, module: torch.nn.Module) -> torch.optim.O
 
     A group's `lr_ratio` is its learning rate as a multiple of --lr. Embeddings are a group of their own if they have a
     rate of their own, and do not decay then: rare rows would shrink more between two of their steps than they grow.
+    With --ngram-decay tables of n-grams are one too, marked by `NGRAMS`, whose weight decay `ngram_weight_decay` gives.
 
     Raises:
         ValueError: Muon has nothing to train.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     muon = {id(p) for p in layer_matrices(module)} if train.optimizer == "muon" else set()
-    embeddings = {id(m.weight) for m in module.modules() if isinstance(m, torch.nn.Embedding)}
-    apart = muon if train.embedding_lr is None else muon | embeddings
     decayed, betas = {"weight_decay": train.weight_decay}, (train.betas[0], train.betas[1])
+    tables: set[int] = set()
+    if train.ngram_decay:
+        tables = {id(p) for m in module.modules() if isinstance(m, NgramEmbedding) for p in m.parameters()}
+    embeddings, of_rows = set[int](), decayed
+    if train.embedding_lr is not None:
+        embeddings = {id(m.weight) for m in module.modules() if isinstance(m, torch.nn.Embedding)} - tables
+        of_rows = {"weight_decay": 0.0, "lr_ratio": train.embedding_lr / train.lr}
+    apart = muon | tables | embeddings
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.ndim >= 2 and id(p) not in apart], **decayed},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if id(p) in embeddings], **of_rows},
+        {"params": [p for p in trained if id(p) in tables], **of_rows, NGRAMS: True},
     ]
-    if train.embedding_lr is not None:
-        rows = [p for p in trained if id(p) in embeddings]
-        groups.append({"params": rows, "weight_decay": 0.0, "lr_ratio": train.embedding_lr / train.lr})
     if train.optimizer == "adamw":
         return torch.optim.AdamW([g for g in groups if g["params"]], lr=train.lr, betas=betas, fused=True)
     ratio = 1.0 if train.muon_lr is None else train.muon_lr / train.lr
@@ -366,6 +375,24 @@ def make_optimizer(train: TrainConfig, module: torch.nn.Module) -> torch.optim.O
         )
     own = [{"lr_ratio": 1.0, **g} for g in (matrices, *groups) if g["params"]]
     return MuonAdamW(own, lr=train.lr, betas=betas)
+
+
+def ngram_weight_decay(train: TrainConfig, steps: int, epochs: float) -> float:
+    """Return the weight decay of n-gram tables: in the first epoch as without --ngram-decay, then what it asks for.
+
+    A rare n-gram is remembered with the token that followed it, and when the data is read again that memory is right
+    every time: the model learns to trust it, which held-out text does not bear out. Rows that decay between two of
+    their occurrences keep what several of them have in common.
+
+    Args:
+        train: The settings of the run.
+        steps: Steps with this one.
+        epochs: How many times these steps read the data.
+    """
+    before, peak = (train.weight_decay, train.lr) if train.embedding_lr is None else (0.0, train.embedding_lr)
+    if epochs <= 1:
+        return before
+    return max(before, min(train.ngram_decay * epochs / steps, _MAX_DECAY) / peak)
 
 
 def learning_rate(train: TrainConfig, step: int, done: float) -> float:

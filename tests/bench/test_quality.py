@@ -69,6 +69,27 @@ def test_the_table_of_steps_has_a_row_for_each_candidate_and_time() -> None:
     ]
 
 
+def test_a_candidate_trains_for_a_number_of_steps(text: Path) -> None:
+    result = subject(text, steps=3, eval_every=2).measure(Case(16, batch_size=2), QUICK)
+    assert result.metrics["steps"] == 3
+    assert result.metrics["epochs"] == pytest.approx(3 * 2 * 16 / 60_000, rel=0.05)
+    row = {"status": "ok", "candidate": "softmax", "parameters": 1_230_000, "tokens": 400, "epochs": 2.01}
+    rows = [{**row, "held_out_curve": [[200, 1.0, 2.5 + x], [400, 2.0, 2.25 - x]]} for x in (0.0, 0.1)]
+    rows += [{**rows[0], "candidate": "other", "epochs": 1.0, "held_out_curve": [[400, 1.0, 3.0]]}]
+    assert quality.epochs_table([*rows, {"status": "crashed", "candidate": "softmax"}]).rows == [
+        ["softmax", "1.2 M", "2.550", "2.200", "2"],
+        ["other", "1.2 M", "3.000", "–", "1"],
+    ]
+
+
+def test_runs_of_a_number_of_steps_are_their_own(text: Path, workers: type[FakeWorker]) -> None:
+    for steps, number in ((5, 8), (5, 8), (6, 16), (None, 24)):
+        rows = run(options(text, steps=steps))
+        assert len(workers.started) == number
+    assert [(row["seconds"], row["max_steps"]) for row in rows[::8]] == [(None, 5), (None, 6), (0.1, None)]
+    assert {subject.steps for subject, _ in workers.started} == {5, 6, None}
+
+
 def test_the_curve_of_the_held_out_text(text: Path) -> None:
     result = subject(text, seconds=0.5, eval_every=2).measure(Case(16, batch_size=2), QUICK)
     scores = result.metrics["held_out_curve"]
@@ -224,6 +245,7 @@ def test_a_damaged_file_is_refused(text: Path) -> None:
         ({"contexts": (64,)}, "one batch size for each context"),
         ({"contexts": (0, 1)}, "contexts must be positive, got 0, 1"),
         ({"seconds": 0.0}, "seconds must be positive, got 0"),
+        ({"steps": 0}, "steps must be positive, got 0"),
         ({"eval_every": 0}, "eval_every must be positive, got 0"),
         ({"device": "gpu"}, "unknown device 'gpu'"),
     ],

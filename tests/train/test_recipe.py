@@ -18,7 +18,13 @@ from longspan import AttentionConfig, LanguageModel, ModelConfig
 from longspan.train.config import TrainConfig, resolve
 from longspan.train.loggers import RunLogger
 from longspan.train.muon import MuonAdamW, _orthogonal_steps, layer_matrices, orthogonalize
-from longspan.train.setup import batches_per_step, learning_rate, make_accelerator, make_optimizer
+from longspan.train.setup import (
+    batches_per_step,
+    learning_rate,
+    make_accelerator,
+    make_optimizer,
+    ngram_weight_decay,
+)
 from longspan.train.trainer import Trainer
 
 # Everything that the options add to the state of a run.
@@ -26,6 +32,7 @@ RECIPE: dict[str, Any] = {
     "optimizer": "muon",
     "muon_lr": 0.02,
     "embedding_lr": 0.01,
+    "ngram_decay": 5,
     "accumulate": 3,
     "ramp_up": 0.8,
     "decay_type": "linear",
@@ -140,6 +147,81 @@ def test_embeddings_have_a_rate_of_their_own(corpus: Path, tmp_path: Path, optim
     assert moved["to_logits.weight"] == pytest.approx(1e-4, rel=0.02)
 
 
+def test_tables_of_ngrams_are_a_group_of_their_own_if_they_decay() -> None:
+    config = ModelConfig(dim=16, depth=1, causal=True, vocab_size=11, ngrams=(2, 3), ngram_buckets=7)
+    model = LanguageModel(config)
+    assert model.ngrams is not None
+    tables = [id(p) for p in model.ngrams.parameters()]
+    for options, expected in (({}, (1.0, 0.1)), ({"embedding_lr": 0.02}, (2.0, 0.0))):
+        for optimizer in ("adamw", "muon"):
+            given = train_config(optimizer=optimizer, ngram_decay=8, lr=0.01, **options)
+            groups = make_optimizer(given, model).param_groups
+            (own,) = [group for group in groups if group.get("ngrams")]
+            assert [id(p) for p in own["params"]] == tables
+            assert (own.get("lr_ratio", 1.0), own["weight_decay"]) == expected
+            everything = [id(p) for group in groups for p in group["params"]]
+            assert sorted(everything) == sorted(id(p) for p in model.parameters())
+    assert not any("ngrams" in group for group in make_optimizer(train_config(), model).param_groups)
+
+
+def test_tables_of_ngrams_decay_from_the_second_epoch_on() -> None:
+    config = train_config(ngram_decay=8, lr=0.01, weight_decay=0.3)
+    assert [ngram_weight_decay(config, 40, epochs) for epochs in (0.2, 1.0)] == [0.3, 0.3]
+    assert ngram_weight_decay(config, 200, 2.0) == pytest.approx(8 / 100 / 0.01)  # an epoch has 100 steps
+    assert ngram_weight_decay(config, 10**6, 1.001) == 0.3  # no less than without
+    assert ngram_weight_decay(config, 3, 2.5) == pytest.approx(0.5 / 0.01)  # at most a half in one step
+    config = train_config(ngram_decay=8, lr=0.01, embedding_lr=0.04, weight_decay=0.3)
+    assert ngram_weight_decay(config, 50, 1.0) == 0
+    assert ngram_weight_decay(config, 200, 2.0) == pytest.approx(8 / 100 / 0.04)
+
+
+@pytest.mark.parametrize("objective", ["causal", "carry_state"])
+def test_rows_that_do_not_occur_shrink_when_the_data_is_repeated(tmp_path: Path, objective: str) -> None:
+    """The first epoch is the same, bit for bit, with and without."""
+    (tmp_path / "text.txt").write_bytes(b"the cat sat on the mat. " * 50)
+    (tmp_path / "scored.txt").write_bytes(b"the cat sat on the mat. " * 5)
+    given = {"preset": "tiny", "data": (str(tmp_path / "text.txt"),), "eval_data": (str(tmp_path / "scored.txt"),)}
+    given |= {"context": 61, "batch_size": 3, "steps": 20, "warmup": 0, "min_lr": 1.0, "embedding_lr": 1e-3}
+    given |= {"model.dim": 24, "model.attention.num_heads": 4, "model.ngrams": [2], "model.ngram_buckets": 997}
+    given |= {"log_every": 1, "sample_tokens": 0, "carry_state": objective == "carry_state"}
+    found = []
+    for decay in (0.0, 3.0):
+        settings = resolve({**given, "ngram_decay": decay, "out": str(tmp_path / str(decay))})
+        trainer = Trainer(settings, RunLogger(tmp_path / str(decay)), make_accelerator("cpu", "fp32"))
+        assert trainer.model.ngrams is not None
+        table = trainer.model.ngrams.tables[0].weight
+        before, expected, steps = table.detach().clone(), 1.0, 0
+        step = trainer.train_step
+
+        def counted(trainer: Trainer = trainer, step: Any = step, decay: float = decay) -> None:
+            nonlocal expected, steps
+            step()
+            if trainer.batches.epochs > 1:
+                expected *= 1 - decay * trainer.batches.epochs / trainer.step
+            else:
+                steps += 1
+
+        trainer.train_step = counted  # type: ignore[method-assign]
+        trainer.run()
+        assert 3 < steps < 8
+        unseen = (trainer.optimizer.optimizer.state[table]["exp_avg_sq"] == 0).all(1)
+        assert unseen.sum() > 900
+        torch.testing.assert_close(table[unseen], before[unseen] * expected)
+        assert (expected == 1) == (decay == 0)
+        found.append(([r["loss"] for r in metrics(tmp_path / str(decay)) if "loss" in r], steps))
+    (one, steps), (other, _) = found
+    assert one[: steps + 1] == other[: steps + 1]
+    assert one[steps + 2 :] != other[steps + 2 :]
+
+
+def test_a_trained_model_does_not_forget_its_ngrams() -> None:
+    given = {"data": ("x",), "out": "y", "preset": "tiny"}
+    assert resolve(given).train.ngram_decay == resolve({**given, "optimizer": "adamw"}).train.ngram_decay > 0
+    guard = Path(__file__).parents[1] / "guards" / "fixtures" / "checkpoints" / "split"
+    assert resolve({**given, "init": str(guard)}).train.ngram_decay == 0
+    assert resolve({**given, "init": str(guard), "ngram_decay": 2.0}).train.ngram_decay == 2
+
+
 def test_the_learning_rate_decays_as_asked() -> None:
     def rates(**options: Any) -> list[float]:
         config = train_config(lr=2.0, warmup=10, **options)
@@ -157,13 +239,17 @@ def test_steps_grow() -> None:
     assert batches_per_step(train_config(accumulate=5), 0.0) == 5
 
 
-def test_a_run_with_everything_is_resumed_bit_for_bit(corpus: Path, tmp_path: Path) -> None:
+def test_a_run_with_everything_is_resumed_bit_for_bit(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "text", documents=6, words=(60, 100))
     expected = curve(trained(corpus, tmp_path / "whole", **RECIPE))
     assert [r["tokens"] for r in metrics(tmp_path / "whole") if "loss" in r][:2] == [183, 366]  # one batch at first
     assert [r["tokens"] for r in metrics(tmp_path / "whole") if "loss" in r][-1] < 12 * 3 * 183
     words = arguments(corpus, tmp_path / "stopped", **RECIPE)
     assert longspan(*words, log=tmp_path / "log", before=STOP).status == 143
-    assert longspan(*words, log=tmp_path / "log").status == 0
+    done = longspan(*words, log=tmp_path / "log")
+    assert done.status == 0
+    assert "it is repeated from here on, and n-gram tables decay (--ngram-decay)" in done.stderr
+    assert "the training data was read 1." in done.stderr
     assert curve(metrics(tmp_path / "stopped")) == expected
     files = [(tmp_path / name / "checkpoint" / "model.safetensors").read_bytes() for name in ("whole", "stopped")]
     assert files[0] == files[1]

@@ -268,9 +268,11 @@ def test_an_epoch_of_packed_sequences_reads_every_token_once(tmp_path: Path) -> 
         for _ in range(rows.samplers[0].count):
             spans = rows.samplers[0].sequence(*divmod(rows.drawn[0], rows.samplers[0].count))
             seen.update(i for start, length, _ in spans for i in range(start, start + length))
+            assert epoch <= rows.epochs < epoch + 1
             rows.next_step()
         assert set(seen.values()) == {1}
         assert len(seen) > found.train.total - 31, epoch
+        assert rows.epochs == epoch + 1
 
 
 @pytest.mark.parametrize("kind", ["windows", "packed", "stateful"])

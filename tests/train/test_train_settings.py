@@ -268,7 +268,7 @@ def test_compile_is_asked_for(corpus: Path, tmp_path: Path) -> None:
 # divergence, bin_dtype, image_size and tokenizer have tests of their own, beside what they change.
 ELSEWHERE = {"data", "out", "prompt", "sample_tokens", "save_every", "tensorboard", "device", "eval_data", "minutes"}
 ELSEWHERE |= {"mask_rate", "compile", "divergence", "bin_dtype", "image_size", "tokenizer", "format"}
-ELSEWHERE |= {"muon_lr", "embedding_lr", "ramp_up"}  # test_recipe.py
+ELSEWHERE |= {"muon_lr", "embedding_lr", "ngram_decay", "ramp_up"}  # test_recipe.py
 ELSEWHERE |= {"text_field", "label_field", "file_field", "mesh", "init", "freeze", "chunk_length"}
 ELSEWHERE |= {"init_from", "init_config", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets"}
 
@@ -297,6 +297,7 @@ def test_no_setting_is_without_a_test() -> None:
         ({"min_lr": "2"}, "--min-lr must be in [0, 1], got 2.0"),
         ({"ramp_up": "0.5"}, "--ramp-up grows a step to --accumulate batches: give --accumulate 2 or more"),
         ({"embedding_lr": "0"}, "--embedding-lr must be above 0, got 0.0"),
+        ({"ngram_decay": "-1"}, "--ngram-decay must be 0 or more, got -1.0"),
         ({"muon_lr": "0.1", "optimizer": "adamw"}, "--muon-lr is for --optimizer muon, got adamw"),
         ({"optimizer": "moun"}, "unknown --optimizer 'moun'; there is adamw, muon (did you mean 'muon'?)"),
         (

@@ -102,6 +102,11 @@ class Batches(ABC, Generic[Item]):
         """Training tokens that are never read."""
         return 0
 
+    @property
+    @abstractmethod
+    def epochs(self) -> float:
+        """How many times the training data was read."""
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data."""
@@ -149,6 +154,10 @@ class ShuffledBatches(Batches[list[Span]]):
     def unused_tokens(self) -> int:
         """Training tokens in documents that are too short for a window."""
         return self.store.train.total - sum(sampler.tokens for sampler in self.samplers)
+
+    @property
+    def epochs(self) -> float:
+        return sum(self.drawn) / sum(sampler.count for sampler in self.samplers)
 
     def state_dict(self) -> dict[str, Any]:
         return {"drawn": list(self.drawn)}
@@ -237,6 +246,11 @@ class StatefulBatches(Batches[tuple[Span, bool]]):
         """Training tokens in documents of a single token."""
         return self.store.train.total - sum(part.total for part in self.parts)
 
+    @property
+    def epochs(self) -> float:
+        read = sum(self.tokens) - sum(left for _, left in self.lanes)
+        return read / sum(part.total for part in self.parts)
+
     def state_dict(self) -> dict[str, Any]:
         return {"drawn": list(self.drawn), "tokens": list(self.tokens), "lanes": [list(lane) for lane in self.lanes]}
 
@@ -277,6 +291,10 @@ class LabeledBatches(Batches[tuple[Span, int]]):
     """Documents with their class, cropped at a random position if longer than the context, padded if shorter."""
 
     drawn = 0
+
+    @property
+    def epochs(self) -> float:
+        return self.drawn / len(self.store.train)
 
     def state_dict(self) -> dict[str, Any]:
         return {"drawn": self.drawn}
