@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from helpers import needs_float8
-from training import arguments, curve, longspan, metrics, ranks, trained
+from training import arguments, curve, longspan, metrics, ranks, trained, write_corpus
 
 from longspan import AttentionConfig, LanguageModel, ModelConfig
 from longspan.train.config import TrainConfig, resolve
