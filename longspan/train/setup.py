@@ -344,13 +344,15 @@ def make_optimizer(train: TrainConfig, module: torch.nn.Module) -> torch.optim.O
         ValueError: Muon has nothing to train.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
+    # Biases and norms of a mechanism's heads are matrices by their shape alone.
+    plain = {id(p) for name, p in module.named_parameters() if p.ndim < 2 or name.endswith(("_bias", "_norm"))}
     muon = {id(p) for p in layer_matrices(module)} if train.optimizer == "muon" else set()
     embeddings = {id(m.weight) for m in module.modules() if isinstance(m, torch.nn.Embedding)}
     apart = muon if train.embedding_lr is None else muon | embeddings
     decayed, betas = {"weight_decay": train.weight_decay}, (train.betas[0], train.betas[1])
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in trained if p.ndim >= 2 and id(p) not in apart], **decayed},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if id(p) not in plain | apart], **decayed},
+        {"params": [p for p in trained if id(p) in plain], "weight_decay": 0.0},
     ]
     if train.embedding_lr is not None:
         rows = [p for p in trained if id(p) in embeddings]
