@@ -920,9 +920,9 @@ class Mechanism(nn.Module, ABC):
     def _check_self(self, q: Tensor, k: Tensor, key_packing: Packing | None) -> None:
         if key_packing is not None or q.shape[1] != k.shape[1]:
             raise ValueError(
-                f"{type(self).__name__} as built here has windows around a query's own position, a blind spot or a "
-                f"phantom key, and cannot attend to another row (got {q.shape[1]} queries and {k.shape[1]} keys); use "
-                "linear, performer, linformer or softmax without these"
+                f"{type(self).__name__} as built here has a decay, a delta rule, a window, a blind spot or a phantom "
+                f"key, and cannot attend to another row (got {q.shape[1]} queries and {k.shape[1]} keys); use linear, "
+                "performer, linformer or softmax without these"
             )
 
 
@@ -1026,9 +1026,9 @@ def _check_alike(first: Tensor, others: dict[str, Tensor | None]) -> None:
         if x is None:
             continue
         if x.dtype != first.dtype:
-            raise ValueError(f"q, k and v must have one dtype, got {name} of {x.dtype} beside {first.dtype}")
+            raise ValueError(f"q, k, v and gates must have one dtype, got {name} of {x.dtype} beside {first.dtype}")
         if x.device != first.device:
-            raise ValueError(f"q, k and v must be on one device, got {name} on {x.device} beside {first.device}")
+            raise ValueError(f"q, k, v and gates must be on one device, got {name} on {x.device} beside {first.device}")
 
 
 def _check_key_packing(packing: Packing | None, key_packing: Packing, k: Tensor) -> None:

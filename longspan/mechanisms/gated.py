@@ -98,6 +98,17 @@ class GatedMechanism(Mechanism):
         """Return `_keys` of both, in one launch where there is a kernel."""
         return q, k
 
+    def check_state(self, state: State, batch_size: int, dtype: torch.dtype | None = None) -> None:
+        """Raise ValueError unless the state is one of this mechanism: `decay` and `delta` have one class of states."""
+        super().check_state(state, batch_size, dtype)
+        assert isinstance(state, GatedState)
+        shape, delta = (self.num_kv_heads, self.head_dim, self.value_dim), state.log_decay is None
+        if state.kv.shape[1:] != shape or delta != self.delta:
+            raise ValueError(
+                f"{type(self).__name__} with states (Hkv, D, E) = {shape} got one of {'delta' if delta else 'decay'} "
+                f"with {tuple(state.kv.shape[1:])}: use states from its own new_state()"
+            )
+
     def _new_state(
         self, batch_size: int, start: Tensor | None, like: Tensor, max_length: int | None, transition: bool
     ) -> GatedState:

@@ -348,6 +348,8 @@ def make_optimizer(train: TrainConfig, module: torch.nn.Module) -> torch.optim.O
         ValueError: Muon has nothing to train.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
+    # Biases and norms of a mechanism's heads are matrices by their shape alone.
+    plain = {id(p) for name, p in module.named_parameters() if p.ndim < 2 or name.endswith(("_bias", "_norm"))}
     muon = {id(p) for p in layer_matrices(module)} if train.optimizer == "muon" else set()
     decayed, betas = {"weight_decay": train.weight_decay}, (train.betas[0], train.betas[1])
     tables: set[int] = set()
@@ -359,8 +361,8 @@ def make_optimizer(train: TrainConfig, module: torch.nn.Module) -> torch.optim.O
         of_rows = {"weight_decay": 0.0, "lr_ratio": train.embedding_lr / train.lr}
     apart = muon | tables | embeddings
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in trained if p.ndim >= 2 and id(p) not in apart], **decayed},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if id(p) not in plain | apart], **decayed},
+        {"params": [p for p in trained if id(p) in plain], "weight_decay": 0.0},
         {"params": [p for p in trained if id(p) in embeddings], **of_rows},
         {"params": [p for p in trained if id(p) in tables], **of_rows, NGRAMS: True},
     ]

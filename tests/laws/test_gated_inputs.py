@@ -89,6 +89,23 @@ def test_gates_of_another_width_are_refused_everywhere(kind: str, change: int) -
             call()
 
 
+@pytest.mark.parametrize("kind", ["decay-head", "delta-head"])
+def test_what_does_not_fit_is_refused(kind: str) -> None:
+    m = build(kind)
+    x = draw_inputs(m, B, 3)
+    other = "delta" if kind == "decay-head" else "decay"
+    for state, got in (
+        (build_mechanism(other, H, D, value_dim=E).new_state(B, dtype=torch.float64), rf"{other} with \(2, 5, 7\)"),
+        (build_mechanism(kind[:5], H, D).new_state(B, dtype=torch.float64), rf"{kind[:5]} with \(2, 5, 5\)"),
+    ):
+        for call in (lambda s: m.extend(s, **x), lambda s: m(**x, causal=True, past=s), lambda s: m.read(s, x["q"])):
+            with pytest.raises(ValueError, match=rf"\(Hkv, D, E\) = \(2, 5, 7\) got one of {got}: use states from its"):
+                call(state)
+    shorter = {**x, **{name: x[name][:, :2] for name in ("k", "v", "gates")}}
+    with pytest.raises(ValueError, match=r"has a decay, a delta rule, .*\(got 3 queries and 2 keys\); use linear"):
+        m(**shorter)
+
+
 @each_kind
 @torch.no_grad()
 def test_nan_in_padding_and_in_other_rows_has_no_effect(kind: str) -> None:

@@ -131,6 +131,24 @@ def test_muon_gets_the_matrices_of_the_layers() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_biases_and_norms_of_heads_do_not_decay(optimizer: str) -> None:
+    mechanisms = ({"mechanism": "decay", "gate": "channel"}, {"mechanism": "mixture", "memory": "delta"})
+    attention = AttentionConfig(num_heads=2, mechanism=mechanisms)
+    model = LanguageModel(ModelConfig(dim=8, depth=2, causal=True, vocab_size=11, attention=attention))
+    groups = make_optimizer(train_config(optimizer=optimizer), model).param_groups
+    still = {id(p) for group in groups if not group["weight_decay"] for p in group["params"]}
+    found = {
+        name.split(".mechanism.")[1]: id(p) in still for name, p in model.named_parameters() if ".mechanism." in name
+    }
+    assert found == {
+        **dict.fromkeys(
+            ("gate_bias", "mix_bias", "memory_norm", "memory.time_step.A_log", "memory.time_step.dt_bias"), True
+        ),
+        "mix_weight": False,
+    }
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_embeddings_have_a_rate_of_their_own(corpus: Path, tmp_path: Path, optimizer: str) -> None:
     """The first step of AdamW moves every row that has a gradient by the rate."""
     flags = {"optimizer": optimizer, "steps": 1, "warmup": 0, "weight_decay": 0.0, "lr": 1e-4, "embedding_lr": 3e-3}
