@@ -90,10 +90,10 @@ def test_muon_takes_the_steps_of_pytorch() -> None:
     for parameter, other in zip(ours, theirs, strict=True):
         torch.nn.init.normal_(parameter)
         other.data.copy_(parameter.data)
-    groups = [{"params": ours[:3], "weight_decay": 0.3, "muon": True}, {"params": ours[3:], "weight_decay": 0.0}]
-    one = MuonAdamW(groups, lr=0.05, betas=(0.9, 0.95))
+    groups = [{"params": ours[:3], "weight_decay": 0.3, "muon": True}, {"params": ours[3:], "weight_decay": 0.2}]
+    one = MuonAdamW(groups, lr=0.05, betas=(0.8, 0.93))
     muon = torch.optim.Muon(theirs[:3], lr=0.05, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(theirs[3:], lr=0.05, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    adamw = torch.optim.AdamW(theirs[3:], lr=0.05, betas=(0.8, 0.93), weight_decay=0.2, fused=True)
     for _ in range(3):
         for parameter, other in zip(ours, theirs, strict=True):
             parameter.grad = torch.randn_like(parameter)
