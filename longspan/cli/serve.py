@@ -97,7 +97,7 @@ class ServeFlags:
     quantize_text: Path | None = None
     """Text to measure the loss on; by default one that the model writes itself."""
     speculation: str | None = None
-    """ngram to guess tokens from the text so far, or the folder of a small draft model."""
+    """ngram to propose tokens from the text so far, or the folder of a small draft model."""
     chat_template: Path | None = None
     """Jinja file with another chat template than the tokenizer's."""
     threads: int | None = None
