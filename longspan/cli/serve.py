@@ -97,7 +97,7 @@ class ServeFlags:
     quantize_text: Path | None = None
     """Text to measure the loss on; by default one that the model writes itself."""
     speculation: str | None = None
-    """ngram to guess tokens from the text so far, or the folder of a small draft model."""
+    """ngram to propose tokens from the text so far, or the folder of a small draft model."""
     chat_template: Path | None = None
     """Jinja file with another chat template than the tokenizer's."""
     threads: int | None = None
@@ -137,7 +137,7 @@ def main(argv: Sequence[str]) -> None:
         try:
             server.run()
         except RuntimeError as error:
-            _say(str(error))
+            _log(str(error))
             sys.exit(1)
         finally:
             gc.unfreeze()
@@ -168,11 +168,11 @@ def build_server(flags: ServeFlags) -> Iterator[APIServer]:
     device = choose_device(flags.device)
     with ExitStack() as stack:
         process = stack.enter_context(HTTPProcess(options))  # It starts while the model is loaded.
-        _say(f"loading {flags.model}")
+        _log(f"loading {flags.model}")
         model = load_model(flags.model, device)
         codec = load_codec(flags.model, model)
         if device.type == "cuda":
-            _say(f"preparing {flags.slots} slots; the first start on a machine compiles kernels")
+            _log(f"preparing {flags.slots} slots; the first start on a machine compiles kernels")
         engine = stack.enter_context(_engine(flags, model, codec))
         if flags.quantize != "none" or flags.state_dtype != "exact":
             _print_loss(flags, model, engine)
@@ -256,7 +256,7 @@ def _print_loss(flags: ServeFlags, original: LanguageModel, engine: Engine) -> N
     per_byte = 1.0 if codec.is_bytes else number / max(1, len(codec.decode(found[1:]).encode()))
     before = per_byte * bits_per_token(original, tokens)
     after = per_byte * bits_per_token(engine.model, tokens, state_dtype=flags.state_dtype)
-    _say(
+    _log(
         f"{before:.4f} bits per byte on {where}; {after:.4f} with --quantize {flags.quantize} "
         f"--state-dtype {flags.state_dtype}: {100 * (after / before - 1):+.2f} %"
     )
@@ -296,13 +296,13 @@ def _announce(server: APIServer, flags: ServeFlags) -> None:
     from longspan.serve.api_server import is_loopback
 
     engine, host = server.engine, f"[{flags.host}]" if ":" in flags.host else flags.host
-    _say(
+    _log(
         f"serving {flags.model} at http://{host}:{server.port} with {engine.slots} slots on "
         f"{engine.device}; state of one sequence: {format_bytes(server.model.state_bytes)}"
     )
     if not server.options.api_keys and not is_loopback(flags.host):
-        _say("every client that reaches this address can use the server: set --api-key-file")
+        _log("every client that reaches this address can use the server: set --api-key-file")
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)

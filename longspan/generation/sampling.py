@@ -387,11 +387,11 @@ class SlotSampler(Sampler):
 
         Args:
             logits: (B, T, V) after each of the tokens.
-            tokens: (B, T), the pending token and guesses of those after it.
+            tokens: (B, T), the pending token and draft tokens after it.
             sizes: (B,) how many of these a row has.
 
         Returns:
-            Tokens (B, T), and how many of them (B,) steps would have chosen, up to the first that is not the guess.
+            Tokens (B, T), and how many of them (B,) steps would have chosen, up to the first that is not the draft.
         """
         (B, T), window = tokens.shape, self.recent.shape[1]
         self._update_options()

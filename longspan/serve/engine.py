@@ -36,7 +36,7 @@ from longspan.serve.disk_store import DiskStore
 from longspan.serve.prefix_cache import CacheStats, PrefixCache, token_tensors
 from longspan.serve.request import Delta, Generation, Request, SavedState, Waiter, wake_all
 from longspan.serve.slots import REPETITION_WINDOW, CapturedReader, ChunkShape, PromptReader, SlotLoop, StateLayout
-from longspan.serve.speculation import BYTES_NGRAM, MAX_GUESS, NGRAM, Draft, Guesser, Pace
+from longspan.serve.speculation import BYTES_NGRAM, MAX_DRAFT, NGRAM, DraftModel, NgramProposer, SpeculationBudget
 from longspan.serve.state_codec import StateCodec
 from longspan.utils import check_integer, choose
 
@@ -44,7 +44,7 @@ _SMALL_CHUNK, _CHUNK = 64, 512  # tokens per chunk of a prompt
 _SMALL_MODEL = 1 << 22  # parameters up to which the smaller chunk is used
 _MAX_LENGTH = 4096  # default capacity of a slot, for models that store every token
 _LONGEST = 1 << 31
-_DRAFT_GUESS = 4  # tokens that a draft model guesses at a time
+_MODEL_DRAFT = 4  # tokens that a draft model proposes at a time
 _READ_TOKENS, _READ_CHUNKS = 1024, 8  # tokens that are read together on a GPU, and short chunks on a CPU
 _READ_BYTES, _MOST_AHEAD = 1 << 30, 64  # bytes of states, and choices, that are read together or ahead of free slots
 _MOST_TURNS = 4096  # clients whose turns are remembered
@@ -93,8 +93,8 @@ class EngineStats:
         completion_tokens: Tokens generated.
         steps: Decode steps.
         chunks: Chunks of prompts that were read.
-        guessed_tokens: Tokens guessed by speculation.
-        accepted_tokens: Guesses that were right.
+        guessed_tokens: Draft tokens of speculation.
+        accepted_tokens: Draft tokens that were accepted.
         decode_seconds: Time that the device has spent on decode steps.
         prefill_seconds: Time that it has spent on chunks of prompts.
         cache: Counters of the prefix cache.
@@ -144,7 +144,7 @@ class _Choice:
         self.row: int | None = None
         self.tokens: list[int] = []
         self.steps = 0  # that were launched for it
-        self.guesser: Guesser | None = None
+        self.proposer: NgramProposer | None = None
         self.held = ""  # text that may be the beginning of a stop string
         self.unsent: list[int] = []  # tokens that wait for others
         self.due = 0.0  # when the next ones are sent
@@ -191,8 +191,8 @@ class Engine:
             tokens, or 4096 where as many wait, and on a CPU up to 8 if they are short.
         steps_per_sync: Decode steps launched before their tokens are read back. Unless given 1 on a CPU, and on a GPU
             as many as take about 8 ms, at most 32.
-        speculation: "ngram" guesses tokens from the prompt and what was generated; a causal language model guesses
-            them itself. Guesses are checked together, only where that saves time. The distribution of the output is
+        speculation: "ngram" takes draft tokens from the prompt and what was generated; a causal language model is a
+            draft model. They are verified together, only where that saves time. The distribution of the output is
             unchanged; its rounding, and so a tie, may depend on what else runs.
         threads: Number of PyTorch threads on a CPU. Unless given, one for small models; otherwise prompts are read with
             PyTorch's own number, and steps have one less, if that is more than one. A step is many short operations,
@@ -255,7 +255,7 @@ class Engine:
         self._most_ahead = min(_MOST_AHEAD, held)
         self._steps_per_sync = steps_per_sync or (None if on_gpu and speculation is None else 1)
         self._step_seconds = _BLOCK_SECONDS / 4
-        self.speculation, self._pace = _check_speculation(speculation, model), Pace()
+        self.speculation, self._budget = _check_speculation(speculation, model), SpeculationBudget()
         # What the bits of a state depend on.
         salt = f"{self.fingerprint}:{model.config}:{self.chunk}:{self.max_length}:{state_dtype}"
         salt += f":{self._read_rows}:{self.device}:{self._read_threads}:{torch.__version__}"
@@ -501,9 +501,9 @@ class Engine:
         if self._warm_up:
             with self._reading_threads():
                 self._reader.warm_up()
-        self._draft: Draft | None = None
+        self._draft: DraftModel | None = None
         if isinstance(self.speculation, LanguageModel):
-            self._draft = Draft(self.speculation, rows, self.max_length)
+            self._draft = DraftModel(self.speculation, rows, self.max_length)
         self._lengths = np.zeros(rows, dtype=np.int64)  # tokens that each row holds after the steps launched so far
 
     def _new_reader(self) -> PromptReader:
@@ -735,7 +735,8 @@ class Engine:
             if self._draft is not None:
                 self._draft.put(row, tokens[:-1], token)
             elif self.speculation is not None:
-                choice.guesser = Guesser(tokens.tolist(), BYTES_NGRAM if self.model.config.vocab_size == 256 else NGRAM)
+                ngram = BYTES_NGRAM if self.model.config.vocab_size == 256 else NGRAM
+                choice.proposer = NgramProposer(tokens.tolist(), ngram)
         if ready:
             self._loop.put(*zip(*ready, strict=True))
         for choice in started:
@@ -751,54 +752,54 @@ class Engine:
             ahead = 1 if self.device.type == "cuda" and not step_by_step else 0
             begun = time.perf_counter()
             self._launch(1 if step_by_step else self._block_steps())
-            self._pace.add_step(time.perf_counter() - begun)
+            self._budget.add_step(time.perf_counter() - begun)
         while len(self._launched) > ahead:
             self._take(self._launched.popleft())
 
     def _speculate(self) -> bool:
-        """Guess and check tokens, if that has been worthwhile; return whether."""
-        if not self._pace.worthwhile:
+        """Propose and verify draft tokens, if that has been worthwhile; return whether."""
+        if not self._budget.worthwhile:
             return False
         begun = time.perf_counter()
-        guesses = self._guesses()
-        if not any(guesses.values()):
+        drafts = self._propose()
+        if not any(drafts.values()):
             return False
         running = list(self._running.items())
-        self._clear_full(1 + max(map(len, guesses.values())))
-        tokens, logits = self._loop.verify(guesses)
+        self._clear_full(1 + max(map(len, drafts.values())))
+        tokens, logits = self._loop.verify(drafts)
         self._lengths += np.array([len(own) for own in tokens])
         if self._draft is not None:
             self._draft.follow(tokens)
         self._counts["steps"] += 1
         self._decode_seconds += time.perf_counter() - begun
-        self._pace.add_round(time.perf_counter() - begun, sum(len(tokens[row]) for row, _ in running), len(running))
+        self._budget.add_round(time.perf_counter() - begun, sum(len(tokens[row]) for row, _ in running), len(running))
         for row, choice in running:
-            guessed, new = len(guesses.get(row, ())), tokens[row]
-            self._counts["guessed_tokens"] += guessed
+            proposed, new = len(drafts.get(row, ())), tokens[row]
+            self._counts["guessed_tokens"] += proposed
             self._counts["accepted_tokens"] += len(new) - 1
-            if choice.guesser is not None and guessed:
-                choice.guesser.learn(guessed, len(new) - 1)
+            if choice.proposer is not None and proposed:
+                choice.proposer.adapt(proposed, len(new) - 1)
             number, logs = choice.job.request.logprobs, []
             if number is not None:
                 every = logits[row, : len(new)].float().log_softmax(1)
                 lists = _top_logs(every, torch.tensor(new, device=self.device), number).lists()
                 logs = [lists.row(i, number) for i in range(len(new))]
             choice.steps += len(new)
-            if choice.guesser is not None:
-                choice.guesser.extend(new)
+            if choice.proposer is not None:
+                choice.proposer.extend(new)
             self._emit(choice, new, logs)
         return True
 
-    def _guesses(self) -> dict[int, list[int]]:
-        """Return guesses of the next tokens of running choices, by row."""
-        most = min(MAX_GUESS, self._loop.sampler.draws_left - 1)
+    def _propose(self) -> dict[int, list[int]]:
+        """Return draft tokens of running choices, by row."""
+        most = min(MAX_DRAFT, self._loop.sampler.draws_left - 1)
         limits = {row: min(most, choice.steps_left - 1) for row, choice in self._running.items()}
         if self._draft is not None:
-            number = min(_DRAFT_GUESS, max(limits.values()))
-            found = self._draft.guess(number).tolist() if number > 0 else [[]] * self._rows
+            number = min(_MODEL_DRAFT, max(limits.values()))
+            found = self._draft.propose(number).tolist() if number > 0 else [[]] * self._rows
             return {row: found[row][: max(0, limit)] for row, limit in limits.items()}
-        pairs = [(row, choice.guesser) for row, choice in self._running.items()]
-        return {row: guesser.guess(limits[row]) for row, guesser in pairs if guesser is not None and limits[row] > 0}
+        pairs = [(row, choice.proposer) for row, choice in self._running.items()]
+        return {row: own.propose(limits[row]) for row, own in pairs if own is not None and limits[row] > 0}
 
     @property
     def _step_by_step(self) -> bool:
@@ -847,8 +848,8 @@ class Engine:
         for row, choice in launched.running:
             if choice.finished:
                 continue
-            if choice.guesser is not None:
-                choice.guesser.extend(columns[row])
+            if choice.proposer is not None:
+                choice.proposer.extend(columns[row])
             if now < choice.due and self._can_wait(choice, columns[row]):
                 choice.unsent += columns[row]
                 continue
@@ -1022,7 +1023,7 @@ class Engine:
 def _check_speculation(given: object, model: LanguageModel) -> str | LanguageModel | None:
     if isinstance(given, LanguageModel):
         if not given.config.causal or given.config.vocab_size != model.config.vocab_size:
-            raise ValueError("a model that guesses must be causal and have the tokens of the model it guesses for")
+            raise ValueError("a draft model must be causal and have the tokens of the model it drafts for")
         return given
     if given is not None and not isinstance(given, str):
         raise TypeError(f'speculation must be None, "ngram" or a LanguageModel, got a {type(given).__name__}')

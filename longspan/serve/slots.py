@@ -21,7 +21,7 @@ _SMALLEST_READ = 32  # tokens that the end of a prompt is padded to at least on 
 _GROWTH, _SMALLEST_GROWN = (4, 2), 128  # times as many chunks are read where many wait, and their fewest tokens
 _PADDING, _ROWS = 16, 4  # tokens of chunks on a CPU: products of other numbers of rows may be summed in another order
 _SHORT_READ, _SHORT_TOKENS = 1 << 26, 512  # multiplications of a chunk, and tokens of several, that are read together
-_FEW_STEPS = 4  # decode steps that take less time than reading as many tokens again after a wrong guess
+_FEW_STEPS = 4  # decode steps that take less time than reading as many tokens again after a rejected one
 _PUT_ROWS = 16  # rows that are begun in one CUDA graph
 _BUFFER_BYTES = 1 << 28  # the most bytes of states in the buffers of a CUDA graph
 
@@ -179,24 +179,24 @@ class SlotLoop(DecodeLoop):
         return self.token
 
     @torch.inference_mode()
-    def verify(self, guesses: Mapping[int, Sequence[int]]) -> tuple[list[list[int]], Tensor]:
-        """Choose tokens of all rows as steps would, several where guesses turn out to be right.
+    def verify(self, drafts: Mapping[int, Sequence[int]]) -> tuple[list[list[int]], Tensor]:
+        """Choose tokens of all rows as steps would, several where draft tokens are the same.
 
-        The pending tokens and the guesses are read in one `extend`. A token is chosen at each position with the row's
-        own random numbers; those up to the first one that differs from the guess are what steps would have chosen.
+        The pending tokens and the drafts are read in one `extend`. A token is chosen at each position with the row's
+        own random numbers; those up to the first one that differs from the draft are what steps would have chosen.
 
         Args:
-            guesses: Guesses of the next tokens by row.
+            drafts: Draft tokens by row.
 
         Returns:
             The tokens of each row, at least one, and the logits (slots, T, V) that they were chosen from.
         """
-        T = 1 + max(map(len, guesses.values()))
+        T = 1 + max(map(len, drafts.values()))
         tokens, sizes = (
             torch.zeros(len(self.token), T, dtype=torch.int64),
             torch.ones(len(self.token), dtype=torch.int64),
         )
-        for row, own in guesses.items():
+        for row, own in drafts.items():
             tokens[row, 1 : 1 + len(own)] = torch.tensor(own, dtype=torch.int64)
             sizes[row] += len(own)
         tokens, sizes = tokens.to(self.token.device), sizes.to(self.token.device)

@@ -1,4 +1,4 @@
-"""Speculation: tokens guessed ahead, from the text so far or by a small model, and checked together."""
+"""Speculative decoding: draft tokens from n-grams of the text so far or a small model, verified together."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from longspan.models.transformer import LanguageModel
 from longspan.serve.slots import SlotLoop, StateLayout
 
 NGRAM, BYTES_NGRAM = 3, 6  # tokens, or bytes, that must have occurred before
-FIRST_GUESS, MAX_GUESS = 16, 64  # tokens guessed at a time: at first, and at most
+FIRST_DRAFT, MAX_DRAFT = 16, 64  # draft tokens at a time: at first, and at most
 _HISTORY = 1 << 14  # tokens of a prompt that are searched
 _DRAFT_CONTEXT = 512  # tokens of a prompt that a draft model reads
-_MOST_NEEDED = 96  # tokens that must have been expected before a guess, after many wrong ones
-_LOSS, _CREDIT = 0.01, 4  # fraction of the time that guesses may cost, and the steps that they may cost at first
+_MOST_NEEDED = 96  # tokens that must have been expected before a draft, after many wrong ones
+_LOSS, _CREDIT = 0.01, 4  # fraction of the time that drafts may cost, and the steps that they may cost at first
 
 
-class Guesser:
-    """Guesses the next tokens of one sequence: those that followed the last occurrence of its last tokens.
+class NgramProposer:
+    """Proposes the next tokens of one sequence: those that followed the last occurrence of its last tokens.
 
-    It guesses only after some tokens came as it expected, which costs nothing to see: as many as an n-gram has, and
-    twice as many after each guess that was wrong from the first token on.
+    It proposes tokens only after some came as expected, which costs nothing to see: as many as an n-gram has, and
+    twice as many after each draft of which no token was accepted.
 
     Args:
         tokens: The prompt.
@@ -35,8 +35,8 @@ class Guesser:
         self._after: dict[tuple[int, ...], int] = {}  # where the tokens after an n-gram begin
         self._next: int | None = None  # where the token that is expected next is
         self._right = 0  # tokens in a row that were expected
-        self._needed = ngram  # of them, before a guess
-        self.size = FIRST_GUESS  # how many tokens to guess: reading many takes little longer than reading few
+        self._needed = ngram  # of them, before a draft
+        self.size = FIRST_DRAFT  # how many tokens to propose: reading many takes little longer than reading few
         self.extend(tokens[-_HISTORY:])
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -51,24 +51,24 @@ class Guesser:
                 self._next, self._right = self._after.get(gram), 0
             self._after[gram] = len(self._tokens)
 
-    def guess(self, limit: int) -> list[int]:
+    def propose(self, limit: int) -> list[int]:
         """Return up to `limit` tokens, none if the last ones were not expected."""
         if self._next is None or self._right < self._needed:
             return []
         own, number = self._tokens[self._next :], min(limit, self.size)
-        return (own * -(-number // len(own)))[:number]  # What repeats itself goes on doing so.
+        return (own * -(-number // len(own)))[:number]  # Repeat them past the end of the text.
 
-    def learn(self, guessed: int, right: int) -> None:
-        """Guess more after all guesses were right, fewer otherwise, and less often after none was."""
-        self._needed = self._ngram if right else min(2 * self._needed, _MOST_NEEDED)
-        self.size = min(2 * self.size, MAX_GUESS) if guessed == right else max(4, 2 * right)
+    def adapt(self, proposed: int, accepted: int) -> None:
+        """Propose more tokens after all were accepted, fewer otherwise, and less often after none was."""
+        self._needed = self._ngram if accepted else min(2 * self._needed, _MOST_NEEDED)
+        self.size = min(2 * self.size, MAX_DRAFT) if proposed == accepted else max(4, 2 * accepted)
 
 
-class Pace:
-    """Decides whether guessing is worth its time, from the time that it has saved so far.
+class SpeculationBudget:
+    """Decides whether speculation is worth its time, from the time that it has saved so far.
 
-    A plain step gives each sequence one token. A round of guesses takes longer and may give more. Rounds are tried as
-    long as what they have lost is a small fraction of all the time.
+    A plain step gives each sequence one token. A round of draft tokens takes longer and may give more. Rounds are
+    tried as long as what they have lost is a small fraction of all the time.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Pace:
 
     @property
     def worthwhile(self) -> bool:
-        """Whether to try a round of guesses."""
+        """Whether to try a round of draft tokens."""
         if self._step is None or self._steps < 4:
             return False
         return self._gain >= -_LOSS * self._elapsed - _CREDIT * self._step
@@ -94,15 +94,15 @@ class Pace:
         assert self._step is not None
         self._gain += tokens / sequences * self._step - seconds
         self._elapsed += seconds
-        # Time saved long ago does not pay for guesses that are wrong now.
+        # Time saved long ago does not pay for drafts that are rejected now.
         self._gain = min(self._gain, 8 * seconds)
 
 
-class Draft:
-    """A small model that guesses for all slots. It reads only the end of a prompt; its state follows the tokens.
+class DraftModel:
+    """A small model that drafts for all slots. It reads only the end of a prompt; its state follows the tokens.
 
     Args:
-        model: A causal language model with the tokens of the one that it guesses for.
+        model: A causal language model with the tokens of the one that it drafts for.
         slots: Number of rows.
         max_length: Capacity of a row.
     """
@@ -119,12 +119,12 @@ class Draft:
             state = self.model.extend_hidden(last[None], state)[1]
         self.loop.put([row], [*self.loop.layout.pack(state)], [pending])
 
-    def guess(self, number: int) -> Tensor:
-        """Return (slots, number) guesses, and leave the state as it was."""
-        kept, token = self.loop._state.clone(), self.loop.token.clone()
-        guesses = torch.stack([self.loop.step().clone() for _ in range(number)], 1)
-        self.loop.restore(kept, token)
-        return guesses
+    def propose(self, number: int) -> Tensor:
+        """Return (slots, number) draft tokens, and leave the state as it was."""
+        state, token = self.loop._state.clone(), self.loop.token.clone()
+        drafts = torch.stack([self.loop.step().clone() for _ in range(number)], 1)
+        self.loop.restore(state, token)
+        return drafts
 
     def follow(self, tokens: Sequence[Sequence[int]]) -> None:
         """Write the pending token of each row and all but the last of these, which is the next pending one."""

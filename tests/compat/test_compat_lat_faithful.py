@@ -1,4 +1,4 @@
-"""faithful=True: linear-attention-transformer's own numbers, where ours are mended."""
+"""faithful=True: linear-attention-transformer's own numbers, where ours are corrected."""
 
 import warnings
 
@@ -24,7 +24,7 @@ def library(module=""):
 
 
 def three(kind="LinearAttentionTransformer", **options):
-    """The original, ours as the original, and ours mended, with the same weights."""
+    """The original, ours as the original, and ours corrected, with the same weights."""
     made = []
     for package, more in ((library(), {}), (ours, {"faithful": True}), (ours, {})):
         given = {**(TOKENS if kind.endswith("LM") else SMALL), **options, **more}
@@ -47,8 +47,8 @@ def x(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(7))
 
 
-# What is mended: the options of a model, and arguments for which the answers differ.
-MENDS = {
+# What is corrected: the options of a model, and arguments for which the answers differ.
+CORRECTIONS = {
     "left padding": (CAUSAL, {"input_mask": LEFT}),
     "left padding of linear heads": ({"causal": True, "blindspot_size": 5}, {"input_mask": LEFT}),
     "token shift": ({"shift_tokens": True}, {"input_mask": RIGHT}),
@@ -63,34 +63,34 @@ MENDS = {
 }
 
 
-@pytest.mark.parametrize("name", MENDS)
+@pytest.mark.parametrize("name", CORRECTIONS)
 def test_answers(name):
     """At every token, also at padding, which the original lets into the others."""
-    options, given = MENDS[name]
-    theirs, same, mended = three(**options)
+    options, given = CORRECTIONS[name]
+    theirs, same, corrected = three(**options)
     expected = theirs(x(B, T, DIM), **given)
     older.assert_close(same(x(B, T, DIM), **given), expected, tolerance=2e-6)
     seen = given.get("input_mask", torch.ones(B, T).bool())
-    assert ((mended(x(B, T, DIM), **given) - expected) * seen[..., None]).abs().max() > 1e-3
+    assert ((corrected(x(B, T, DIM), **given) - expected) * seen[..., None]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("options", [{}, CAUSAL, {"n_local_attn_heads": 3}, {"n_local_attn_heads": 2}])
 def test_masks_with_holes(options):
-    """Of causal models too, which mended ones refuse."""
+    """Of causal models too, which corrected ones refuse."""
     theirs, same, _ = three(**options)
     older.assert_close(same(x(B, T, DIM), HOLES), theirs(x(B, T, DIM), input_mask=HOLES), tolerance=2e-6)
 
 
 def test_small_denominators():
-    theirs, same, mended = three(causal=True)
+    theirs, same, corrected = three(causal=True)
     with torch.no_grad():
-        for model in (theirs, same, mended):
+        for model in (theirs, same, corrected):
             for pair in model.layers.layers:  # keys of −12
                 pair[0].norm.bias.fill_(1)
                 pair[0].fn.to_k.weight.fill_(-1)
     expected = theirs(x(B, T, DIM))
     older.assert_close(same(x(B, T, DIM)), expected, tolerance=2e-6)
-    assert (mended(x(B, T, DIM)) - expected).abs().max() > 1e-3
+    assert (corrected(x(B, T, DIM)) - expected).abs().max() > 1e-3
     layers = [module.SelfAttention(DIM, 3, True) for module in (library(".linear_attention_transformer"), inner)]
     with faithful():
         layers.append(inner.SelfAttention(DIM, 3, True))
@@ -98,9 +98,9 @@ def test_small_denominators():
         layer.load_state_dict(layers[0].state_dict())
         with torch.no_grad():
             layer.to_k.weight.fill_(-1)
-    theirs, mended, same = (layer(x(B, T, DIM) + 1) for layer in layers)
+    theirs, corrected, same = (layer(x(B, T, DIM) + 1) for layer in layers)
     older.assert_close(same, theirs, tolerance=2e-6)
-    assert (mended - theirs).abs().max() > 1e-3
+    assert (corrected - theirs).abs().max() > 1e-3
 
 
 def test_functions_inside_the_block():
@@ -129,22 +129,22 @@ def test_options_that_the_original_ignores():
 @pytest.mark.parametrize("causal", [False, True])
 def test_autopadder(causal, pad_left):
     options = {**CAUSAL, "causal": causal} if causal else {"n_local_attn_heads": 1}
-    theirs, same, mended = three("LinearAttentionTransformerLM", **options)
+    theirs, same, corrected = three("LinearAttentionTransformerLM", **options)
     tokens = torch.randint(0, V, (B, 13), generator=torch.Generator().manual_seed(3))
     expected = library(".autopadder").Autopadder(theirs, pad_left=pad_left)(tokens)
     older.assert_close(Autopadder(same, pad_left=pad_left)(tokens), expected, tolerance=2e-6)
-    different = (Autopadder(mended, pad_left=pad_left)(tokens) - expected).abs().max() > 1e-3
+    different = (Autopadder(corrected, pad_left=pad_left)(tokens) - expected).abs().max() > 1e-3
     assert different == (causal and pad_left)
 
 
 def test_loss_and_generation_of_padded_rows():
-    theirs, same, mended = three("LinearAttentionTransformerLM", **CAUSAL)
+    theirs, same, corrected = three("LinearAttentionTransformerLM", **CAUSAL)
     with torch.no_grad():
         theirs.token_emb.weight.mul_(3)
     tokens = torch.randint(0, V, (B, T + 1), generator=torch.Generator().manual_seed(3))
     mask = torch.arange(T + 1) < torch.tensor([[T + 1], [8]])
     losses, said = [], []
-    for package, model in ((library(), theirs), (ours, same), (ours, mended)):
+    for package, model in ((library(), theirs), (ours, same), (ours, corrected)):
         model.load_state_dict(theirs.state_dict())
         wrapper = package.AutoregressiveWrapper(model)
         losses.append([wrapper(tokens, return_loss=True, input_mask=m).item() for m in (mask, mask[:, :-1])])

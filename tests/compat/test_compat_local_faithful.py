@@ -1,4 +1,4 @@
-"""faithful=True: the original's numbers where mending changes what a trained model answers, mend by mend."""
+"""faithful=True: the original's numbers where a correction changes what a trained model answers, one by one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def masks(n: int = N) -> dict[str, Tensor | None]:
 
 
 def layers(name: str, arguments: dict[str, Any]) -> tuple[nn.Module, nn.Module, nn.Module]:
-    """The original, ours faithful and ours mended, with the same weights, in eval mode."""
+    """The original, ours faithful and ours corrected, with the same weights, in eval mode."""
     random.seed(3)
     theirs = shaken(getattr(original("local_attention"), name)(**arguments)).eval()
     cls = {"LocalAttention": LocalAttention, "LocalMHA": LocalMHA, "LocalTransformer": LocalTransformer}[name]
@@ -48,27 +48,27 @@ def test_attention(name: str) -> None:
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_padding_by_autopad_is_attended_to(exact: bool) -> None:
-    theirs, ours, mended = layers("LocalMHA", LAYER | {"exact_windowsize": exact})
+    theirs, ours, corrected = layers("LocalMHA", LAYER | {"exact_windowsize": exact})
     x = vectors(N)
     assert_close(ours(x), theirs(x), tolerance=1e-6)
-    assert (mended(x) - theirs(x)).abs().max() > 1e-3
+    assert (corrected(x) - theirs(x)).abs().max() > 1e-3
 
 
 def test_queries_that_see_no_key_average_what_is_hidden() -> None:
-    theirs, ours, mended = layers("LocalAttention", {"window_size": W, "causal": True, "autopad": True})
+    theirs, ours, corrected = layers("LocalAttention", {"window_size": W, "causal": True, "autopad": True})
     q, k, v = (x.detach() for x in leaves(B, H, N, D))
     hidden = torch.zeros(B, N, dtype=torch.bool)
     assert_close(ours(q, k, v, mask=hidden), theirs(q, k, v, mask=hidden), tolerance=1e-6)
-    assert not mended(q, k, v, mask=hidden).any()
+    assert not corrected(q, k, v, mask=hidden).any()
 
 
 def test_exact_windows_keep_their_size_at_the_call() -> None:
     options = {"window_size": 4, "dim": D, "use_xpos": True, "exact_windowsize": True, "causal": True}
-    theirs, ours, mended = layers("LocalAttention", options)
+    theirs, ours, corrected = layers("LocalAttention", options)
     q, k, v = (x.detach() for x in leaves(B, H, 24, D))
     right = theirs(q, k, v, window_size=8)
     assert_close(ours(q, k, v, window_size=8), right, tolerance=1e-6)
-    assert (mended(q, k, v, window_size=8) - right).abs().max() > 1e-3
+    assert (corrected(q, k, v, window_size=8) - right).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("heads", [1, H])
@@ -93,7 +93,7 @@ def test_gradients() -> None:
 @pytest.mark.parametrize("name", MHA)
 def test_layer_and_its_cache(name: str) -> None:
     """Masks by slot, left padding included; the cache, whose keys are rotated anew at each token."""
-    theirs, ours, mended = layers("LocalMHA", LAYER | MHA[name])
+    theirs, ours, corrected = layers("LocalMHA", LAYER | MHA[name])
     x = vectors(N)
     for what, mask in masks().items():
         assert_close(ours(x, mask=mask), theirs(x, mask=mask), what, tolerance=1e-6)
@@ -107,7 +107,7 @@ def test_layer_and_its_cache(name: str) -> None:
             out, caches[i] = module(x[:, t : t + 1], cache=caches[i], return_cache=True)
             outs.append(out)
         assert_close(outs[1], outs[0], f"token {t}", tolerance=2e-6)
-        differs |= bool((outs[0] - mended(x)[:, t : t + 1]).abs().max() > 1e-3)
+        differs |= bool((outs[0] - corrected(x)[:, t : t + 1]).abs().max() > 1e-3)
     assert differs != (name == "bare")
 
 
@@ -116,14 +116,14 @@ def test_transformer(name: str) -> None:
     arguments = MODEL | TRANSFORMERS[name]
     if "global_attn_layer" in arguments:
         arguments["global_attn_layer"] = Mixer()
-    theirs, ours, mended = layers("LocalTransformer", arguments)
+    theirs, ours, corrected = layers("LocalTransformer", arguments)
     x = tokens(N)
     for what, mask in masks().items():
         assert_close(ours(x, mask=mask), theirs(x, mask=mask), what, tolerance=2e-6)
     left = masks()["left"]
     assert left is not None
     mask = left if arguments.get("causal", True) else None  # both ways, padding by autopad is attended to
-    difference = (mended(x, mask=mask) - theirs(x, mask=mask)).masked_fill(~left[..., None], 0)
+    difference = (corrected(x, mask=mask) - theirs(x, mask=mask)).masked_fill(~left[..., None], 0)
     assert difference.abs().max() > 1e-3
     loss = theirs(x, mask=left[:, :-1], return_loss=True)
     assert_close(ours(x, mask=left[:, :-1], return_loss=True), loss)
@@ -148,10 +148,10 @@ def test_generation_past_max_seq_len() -> None:
 
 
 def test_attention_dropout_is_ignored() -> None:
-    theirs, ours, mended = layers("LocalTransformer", MODEL | {"attn_dropout": 0.5})
+    theirs, ours, corrected = layers("LocalTransformer", MODEL | {"attn_dropout": 0.5})
     x = tokens(20)
     assert_close(ours.train()(x), theirs.train()(x), tolerance=2e-6)
-    assert (mended.train()(x) - theirs(x)).abs().max() > 1e-3
+    assert (corrected.train()(x) - theirs(x)).abs().max() > 1e-3
 
 
 def test_inside_a_block_models_are_faithful_unless_they_say_otherwise() -> None:

@@ -1,4 +1,4 @@
-"""faithful=True: where a mend changes what a trained model answers, the original's numbers."""
+"""faithful=True: where a correction changes what a trained model answers, the original's numbers."""
 
 import pytest
 import torch
@@ -28,8 +28,8 @@ def tokens(*shape):
     return torch.randint(1, 13, shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def assert_faithful(theirs, name, options, call, mended=True, tolerance=1e-9):
-    """The original's outputs and gradients, which a mended model does not have if `mended`."""
+def assert_faithful(theirs, name, options, call, corrected=True, tolerance=1e-9):
+    """The original's outputs and gradients, which a corrected model does not have if `corrected`."""
     model = getattr(theirs, name)(**options).double()
     results = []
     for module in (model, getattr(ours, name)(**options, faithful=True), getattr(ours, name)(**options)):
@@ -43,7 +43,7 @@ def assert_faithful(theirs, name, options, call, mended=True, tolerance=1e-9):
     for key, gradient in gradients.items():
         assert_close(found[key], gradient, key, tolerance=10 * tolerance)
     apart = float((other - wanted).abs().max() / wanted.abs().max())
-    assert (apart > 1e-4) == mended, apart
+    assert (apart > 1e-4) == corrected, apart
 
 
 RIGHT = (torch.arange(T) < torch.tensor([[T], [11]])).expand(B, T)
@@ -75,11 +75,11 @@ def test_padded_contexts(theirs):
 def test_causal_features_depend_on_the_future(theirs):
     q, k, v = (3 * random(B, H, T + i, D)[:, :, :T] for i in range(3))
     fast = theirs.FastAttention(D, causal=True)
-    mine, mended = (ours.FastAttention(D, causal=True, faithful=given) for given in (True, False))
-    for module in (mine, mended):
+    mine, corrected = (ours.FastAttention(D, causal=True, faithful=given) for given in (True, False))
+    for module in (mine, corrected):
         copy_weights(fast, module)
     assert_close(mine(q, k, v), fast(q, k, v), tolerance=1e-6)
-    assert (mended(q, k, v) - fast(q, k, v)).abs().max() > 1e-4
+    assert (corrected(q, k, v) - fast(q, k, v)).abs().max() > 1e-4
     options, x = {**LAYER, "causal": True}, 5 * random(B, T, 18).double()
     assert_faithful(theirs, "SelfAttention", options, lambda layer: layer(x))
 
@@ -105,7 +105,7 @@ def test_local_heads_attend_past_the_end(theirs, mask):
     full = mask is not None and bool(mask.all())
     call = lambda model: model(tokens(B, T), mask=mask)  # noqa: E731
     # Their angles are float32 in a float64 model too.
-    assert_faithful(theirs, "PerformerLM", options, call, mended=not full, tolerance=1e-6)
+    assert_faithful(theirs, "PerformerLM", options, call, corrected=not full, tolerance=1e-6)
 
 
 def test_axial_positions_are_ignored_beside_rotary_ones(theirs):
@@ -144,12 +144,12 @@ def test_the_loss_counts_predictions_of_padding(theirs):
     model = wrapped(theirs, {"no_projection": True}, ignore_index=-100)
     with faithful():
         mine = wrapped(ours, {"no_projection": True}, ignore_index=-100)
-    mended = wrapped(ours, {"no_projection": True}, ignore_index=-100)
-    for module in (mine, mended):
+    corrected = wrapped(ours, {"no_projection": True}, ignore_index=-100)
+    for module in (mine, corrected):
         copy_weights(model, module)
     x, mask = tokens(B, T + 1), torch.arange(T + 1) < torch.tensor([[T + 1], [11]])
     assert_close(mine(x, mask=mask), model(x, mask=mask), tolerance=1e-6)
-    assert (mended(x, mask=mask) - model(x, mask=mask)).abs() > 1e-3
+    assert (corrected(x, mask=mask) - model(x, mask=mask)).abs() > 1e-3
 
 
 def test_generated_tokens(theirs):

@@ -118,7 +118,7 @@ def test_models_convert_and_answer_as_before(variant, tmp_path):
         # Here the two kinds of heads are rotated apart from each other, which changes last bits.
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6 if "local" in variant else 0)
         causal = "causal" in arguments or name == "PerformerEncDec"
-        if not causal:  # Causal FAVOR+ is mended: the original's answers leak.
+        if not causal:  # Causal FAVOR+ is corrected: the original's answers leak.
             torch.testing.assert_close(
                 got, run(theirs.eval(), variant), rtol=1e-5, atol=1e-5 * float(wanted.abs().max())
             )

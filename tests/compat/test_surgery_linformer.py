@@ -231,13 +231,13 @@ def test_faithful_ignores_masks_as_the_original_does() -> None:
     x, context = torch.randn(2, 11, 12), torch.randn(2, 9, 12)
     mask, seen = torch.rand(2, 11) > 0.4, torch.rand(2, 9) > 0.4
     with faithful():
-        within, mended = (
+        within, corrected = (
             ours.LinformerSelfAttention(**arguments),
             ours.LinformerSelfAttention(**arguments, faithful=False),
         )
-    for layer in (within, ours.LinformerSelfAttention(**arguments, faithful=True), mended):
+    for layer in (within, ours.LinformerSelfAttention(**arguments, faithful=True), corrected):
         layer.load_state_dict(theirs.state_dict())
-        same = layer is not mended
+        same = layer is not corrected
         assert (theirs(x, mask=mask) - layer(x, mask=mask)).abs().max().lt(1e-6) == same
         wanted, got = (net(x, context, context_mask=seen) for net in (theirs, layer))
         assert (wanted - got).abs().max().lt(1e-6) == same

@@ -287,7 +287,7 @@ def test_faithful_gives_the_originals_numbers(options: dict) -> None:
     with faithful():
         within = ours.Linformer(**SIZES | STILL | options)
     mine = ours.Linformer(**SIZES | STILL | options, faithful=True)
-    mended = ours.Linformer(**SIZES | STILL | options, faithful=False)
+    corrected = ours.Linformer(**SIZES | STILL | options, faithful=False)
     for net in (within, mine):
         net.load_state_dict(theirs.state_dict())
     older.assert_same_tree(theirs, mine)
@@ -306,8 +306,8 @@ def test_faithful_gives_the_originals_numbers(options: dict) -> None:
     for arguments in (context, context | masks):
         assert (within(x, **arguments) - theirs(x, **arguments)).abs().max() < 2e-6
     if "k_reduce_by_layer" not in options:
-        mended.load_state_dict(theirs.state_dict())
-        assert (mended(x, **context, **masks) - theirs(x, **context, **masks)).abs().max() > 1e-3
+        corrected.load_state_dict(theirs.state_dict())
+        assert (corrected(x, **context, **masks) - theirs(x, **context, **masks)).abs().max() > 1e-3
     with pytest.raises(
         ValueError, match="cannot convert this Linformer: faithful=True keeps what no longspan model does"
     ):
@@ -325,9 +325,9 @@ def test_faithful_padder_positions_and_encoder() -> None:
     x = tokens(7)
     wanted = theirs.Padder(pair[0])(x)
     assert (ours.Padder(pair[1])(x) - wanted).abs().max() < 2e-6
-    mended = ours.LinformerLM(**arguments)
-    older.copy_weights(pair[0], mended)
-    assert (ours.Padder(mended)(x) - wanted).abs().max() > 1e-3
+    corrected = ours.LinformerLM(**arguments)
+    older.copy_weights(pair[0], corrected)
+    assert (ours.Padder(corrected)(x) - wanted).abs().max() > 1e-3
     vectors = theirs.Linformer(**SIZES, **STILL), ours.Linformer(**SIZES, **STILL, faithful=True)
     older.copy_weights(*vectors)
     v = torch.randn(2, 7, 12)

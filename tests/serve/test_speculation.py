@@ -1,4 +1,4 @@
-"""Speculation: the same tokens in float64, whatever is guessed; adaptive."""
+"""Speculation: the same tokens in float64, whatever is proposed; adaptive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serve_cases import MECHANISMS, answers, language_model
 
 from longspan import Sampling
 from longspan.serve import Engine, Request
-from longspan.serve.speculation import Guesser, Pace
+from longspan.serve.speculation import NgramProposer, SpeculationBudget
 
 SAMPLINGS = [
     Sampling(temperature=0),
@@ -22,9 +22,9 @@ SAMPLINGS = [
 
 @pytest.fixture
 def always(monkeypatch):
-    """Guess whether or not it saves time."""
-    monkeypatch.setattr(Pace, "worthwhile", True)
-    monkeypatch.setattr(Pace, "add_round", lambda *_: None)
+    """Speculate whether or not it saves time."""
+    monkeypatch.setattr(SpeculationBudget, "worthwhile", True)
+    monkeypatch.setattr(SpeculationBudget, "add_round", lambda *_: None)
     monkeypatch.setattr("longspan.serve.speculation._MOST_NEEDED", 3)
 
 
@@ -43,7 +43,7 @@ def run(engine, given):
 
 
 def similar(model):
-    """A model that often, but not always, guesses right."""
+    """A model that often, but not always, proposes the right token."""
     draft = copy.deepcopy(model)
     with torch.no_grad():
         for weight in draft.parameters():
@@ -54,13 +54,13 @@ def similar(model):
 @pytest.mark.parametrize(
     ("name", "draft"), [*((name, False) for name in MECHANISMS), ("softmax", True), ("split", True)]
 )
-def test_guesses_do_not_change_the_tokens(name, draft, always):
+def test_drafts_do_not_change_the_tokens(name, draft, always):
     model = language_model(MECHANISMS[name], vocab_size=13, dtype=torch.float64)
-    guess = similar(model) if draft else "ngram"
+    speculation = similar(model) if draft else "ngram"
     given, options = list(requests(13)), {"slots": 3, "chunk": 5, "max_length": 97}
     with Engine(model, **options) as engine:
         expected = run(engine, given)
-    with Engine(model, speculation=guess, **options) as engine:
+    with Engine(model, speculation=speculation, **options) as engine:
         found = run(engine, given)
         stats = engine.stats()
     for (tokens, logs, _, reason), (same_tokens, same_logs, _, same_reason) in zip(found, expected, strict=True):
@@ -71,8 +71,8 @@ def test_guesses_do_not_change_the_tokens(name, draft, always):
     assert stats.steps < sum(len(tokens) for tokens, *_ in expected)
 
 
-def test_guesses_of_one_stream_do_not_change_its_tokens(always):
-    """One sequence is read without a mask, and few right guesses are followed step by step."""
+def test_drafts_of_one_stream_do_not_change_its_tokens(always):
+    """One sequence is read without a mask, and few accepted tokens are followed step by step."""
     model = language_model(MECHANISMS["split"], vocab_size=13, dtype=torch.float64, token_shift=(0, 1))
     with Engine(model, slots=1) as engine:
         expected = run(engine, requests(13))
@@ -106,10 +106,10 @@ def test_a_perfect_draft_is_always_right(always):
         engine.submit(Request([1, 2, 3], 41, sampling=Sampling(temperature=0))).result()
         stats = engine.stats()
     assert stats.accepted_tokens == stats.guessed_tokens > 0
-    assert stats.steps <= 10  # four guesses and a token of its own in each
+    assert stats.steps <= 10  # four draft tokens and one of its own in each
 
 
-def test_sessions_after_guesses(always):
+def test_sessions_after_drafts(always):
     model = language_model(vocab_size=13, dtype=torch.float64)
     greedy = Sampling(temperature=0)
     with Engine(model, slots=2, speculation="ngram") as engine:
@@ -130,51 +130,51 @@ def test_random_numbers_last_over_several_blocks(always, monkeypatch):
         assert engine.stats().accepted_tokens > 0
 
 
-def test_guesser():
-    guesser = Guesser([1, 2, 3, 4, 5, 1, 2, 3])
-    assert guesser.guess(9) == []  # seen once before, but nothing expected has come yet
-    guesser.extend([4, 5, 1])
-    assert guesser.guess(9) == [2, 3, 4, 5, 1, 2, 3, 4, 5]
-    assert guesser.guess(1) == [2]
-    guesser.learn(9, 3)
-    assert guesser.guess(9) == [2, 3, 4, 5, 1, 2]
-    guesser.learn(6, 0)
-    assert guesser.guess(9) == []  # six must come as expected after a wrong guess, and three have
-    guesser.extend([2, 3])
-    assert guesser.guess(9) == []
-    guesser.extend([4])
-    assert guesser.guess(9) == [5, 1, 2, 3]
-    guesser.learn(4, 4)
-    assert len(guesser.guess(9)) == 8
-    guesser.extend([9])
-    assert guesser.guess(9) == []
-    sure = Guesser([1, 2, 3] * 9)
+def test_ngram_proposer():
+    proposer = NgramProposer([1, 2, 3, 4, 5, 1, 2, 3])
+    assert proposer.propose(9) == []  # seen once before, but nothing expected has come yet
+    proposer.extend([4, 5, 1])
+    assert proposer.propose(9) == [2, 3, 4, 5, 1, 2, 3, 4, 5]
+    assert proposer.propose(1) == [2]
+    proposer.adapt(9, 3)
+    assert proposer.propose(9) == [2, 3, 4, 5, 1, 2]
+    proposer.adapt(6, 0)
+    assert proposer.propose(9) == []  # six must come as expected after a rejected draft, and three have
+    proposer.extend([2, 3])
+    assert proposer.propose(9) == []
+    proposer.extend([4])
+    assert proposer.propose(9) == [5, 1, 2, 3]
+    proposer.adapt(4, 4)
+    assert len(proposer.propose(9)) == 8
+    proposer.extend([9])
+    assert proposer.propose(9) == []
+    sure = NgramProposer([1, 2, 3] * 9)
     for number in (16, 32, 64, 64):
-        assert sure.guess(99) == ([1, 2, 3] * 22)[:number]
-        sure.learn(number, number)
-    assert Guesser([1, 2, 3] * 3, 4).guess(2) == []
-    assert Guesser([1, 2, 3] * 4, 4).guess(2) == [1, 2]
+        assert sure.propose(99) == ([1, 2, 3] * 22)[:number]
+        sure.adapt(number, number)
+    assert NgramProposer([1, 2, 3] * 3, 4).propose(2) == []
+    assert NgramProposer([1, 2, 3] * 4, 4).propose(2) == [1, 2]
 
 
-def test_guesses_that_are_wrong_cost_little():
-    pace, seconds, lost = Pace(), 0.0, 0.0
+def test_rejected_drafts_cost_little():
+    budget, seconds, lost = SpeculationBudget(), 0.0, 0.0
     for _ in range(2000):
-        if pace.worthwhile:
-            pace.add_round(3.0, 1, 1)  # three times as long, for one token
+        if budget.worthwhile:
+            budget.add_round(3.0, 1, 1)  # three times as long, for one token
             seconds, lost = seconds + 3, lost + 2
         else:
-            pace.add_step(1.0)
+            budget.add_step(1.0)
             seconds += 1
     assert 0 < lost < 0.05 * seconds
 
 
-def test_guesses_that_are_right_are_always_tried():
-    pace = Pace()
+def test_accepted_drafts_are_always_tried():
+    budget = SpeculationBudget()
     for _ in range(4):
-        pace.add_step(1.0)
+        budget.add_step(1.0)
     for _ in range(100):
-        assert pace.worthwhile
-        pace.add_round(2.0, 5, 1)
+        assert budget.worthwhile
+        budget.add_round(2.0, 5, 1)
 
 
 def test_wrong_speculation():

@@ -155,7 +155,7 @@ class _Training:
         self._done += 1
         block = max(1, BLOCK // len(self._data))
         if self._done % block == 0 or self._done == self._rounds:
-            self._look(self._done % block or block)
+            self._read_loss(self._done % block or block)
 
     def _steps(self) -> None:
         self.model.train()
@@ -172,7 +172,7 @@ class _Training:
             self._total.add_(loss.detach())
         self._index.add_(1)
 
-    def _look(self, rounds: int) -> None:
+    def _read_loss(self, rounds: int) -> None:
         """Read the loss of the last rounds, and decide whether training ends."""
         self._mean = float(self._total) / (rounds * len(self._data))
         self._total.zero_()

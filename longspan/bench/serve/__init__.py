@@ -3,7 +3,7 @@
 Sections: `load` sends requests at random times (Poisson) and of mixed lengths, beside `generate` at the same batch.
 Different ones are first sent alone; every answer under load must be the same text as the one alone, so that none is
 lost and none is another's. `prefix` times the first token of a long cached prompt, `speculation` one stream with and
-without guesses, `quantize` one stream with and without int8 weights (on a CPU).
+without it, `quantize` one stream with and without int8 weights (on a CPU).
 """
 
 from __future__ import annotations

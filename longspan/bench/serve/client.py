@@ -68,7 +68,7 @@ def running_server(flags: Mapping[str, object], arguments: Sequence[str] = ()) -
     """
     command = [sys.executable, "-m", "longspan", "serve", "--port=0"]
     command += [f"--{name}={value}" for name, value in flags.items()]
-    say("starting the server")
+    print_progress("starting the server")
     # A file, because a thread that read a pipe would change the number of PyTorch threads of `generate`.
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen([*command, *arguments], stderr=log)
@@ -229,7 +229,7 @@ async def _whole(reader: asyncio.StreamReader, headers: bytes) -> AsyncIterator[
     yield await reader.readexactly(int(size[1]))
 
 
-def say(text: str, end: str = "\n") -> None:
+def print_progress(text: str, end: str = "\n") -> None:
     """Print progress; over itself on a terminal, otherwise not too often."""
     if end == "\n" or os.isatty(2):
         print(f"\x1b[K{text}" if os.isatty(2) else text, end=end, file=sys.stderr, flush=True)

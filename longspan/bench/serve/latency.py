@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from longspan.bench.report import TextTable
-from longspan.bench.serve.client import Address, Answer, Client, running_server, say
+from longspan.bench.serve.client import Address, Answer, Client, print_progress, running_server
 from longspan.generation.generate import generate
 from longspan.models.transformer import LanguageModel
 from longspan.serve.quantize import bits_per_token, quantize_weights
@@ -94,7 +94,7 @@ def measure_prefix(options: ServeBenchOptions, model: LanguageModel) -> PrefixRe
         prompt = "".join(chr(48 + int(x) % 64) for x in prompt)
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
     with running_server(flags, options.serve_arguments) as address:
-        say(f"a prompt of {options.prefix_tokens:,} tokens")
+        print_progress(f"a prompt of {options.prefix_tokens:,} tokens")
         cold, *hits = asyncio.run(_ask_in_turn([address], [body] * (1 + _REPEATS)))
     times = [_first_ms(answer) for answer in hits]
     return PrefixResult(
@@ -112,7 +112,7 @@ def measure_speculation(options: ServeBenchOptions, model: LanguageModel) -> lis
     results = []
     with _two_servers(options, model, {"speculation": "ngram"}) as addresses:
         for name, body in _texts(options, model).items():
-            say(f"speculation: {name}")
+            print_progress(f"speculation: {name}")
             answers, plain, fast, ratio = _compare(addresses, body)
             same = len({answer.text for answer in answers}) == 1
             results.append(SpeculationResult(name, plain, fast, ratio, same))
@@ -129,7 +129,7 @@ def measure_quantization(options: ServeBenchOptions, model: LanguageModel) -> Qu
     tokens = torch.tensor(generate(model, [0], _MEASURED).tokens[0])
     before, after = bits_per_token(model, tokens), bits_per_token(quantized, tokens)
     with _two_servers(options, model, {"quantize": "int8"}) as addresses:
-        say("int8 weights")
+        print_progress("int8 weights")
         _, plain, fast, ratio = _compare(addresses, _texts(options, model)["own text, temperature 0.7"])
     return QuantizationResult(plain, fast, ratio, before, after)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from longspan.bench.report import TextTable
-from longspan.bench.serve.client import Address, Answer, Client, running_server, say
+from longspan.bench.serve.client import Address, Answer, Client, print_progress, running_server
 from longspan.generation.generate import generate
 from longspan.models.transformer import LanguageModel
 
@@ -183,7 +183,9 @@ def measure(options: ServeBenchOptions, model: LanguageModel) -> Iterator[list[L
         for i, (load, requests) in enumerate(_numbers(options)):
             raw = generate_rate(model, bodies, options)
             rate = options.rate or load * raw / mean
-            say(f"generate, {options.slots} prompts together: {raw:,.0f} tokens/s; offering {rate:,.2f} requests/s")
+            print_progress(
+                f"generate, {options.slots} prompts together: {raw:,.0f} tokens/s; offering {rate:,.2f} requests/s"
+            )
             order = _order(len(bodies), requests, options.seed + i)
             sent = asyncio.run(send(address, [bodies[j] for j in order], rate, options, options.seed + i))
             found = Round(sent.answers, [alone[j] for j in order], raw, rate, sent.samples, sent.client_seconds)
@@ -226,11 +228,11 @@ async def ask_alone(address: Address, bodies: Sequence[Body]) -> list[Answer]:
     answers = []
     async with Client(address) as client:
         for i, body in enumerate(bodies):
-            say(f"alone: {i + 1} of {len(bodies)}", end="\r")
+            print_progress(f"alone: {i + 1} of {len(bodies)}", end="\r")
             answers.append(await client.ask(body))
             if answers[-1].error:
                 raise ValueError(f"the server did not answer a request that nothing ran beside: {answers[-1].error}")
-    say(f"alone: {len(bodies)} of {len(bodies)}")
+    print_progress(f"alone: {len(bodies)} of {len(bodies)}")
     return answers
 
 
@@ -251,7 +253,7 @@ async def send(address: Address, bodies: Sequence[Body], rate: float, options: S
         while True:
             samples.append(Sample(time.perf_counter() - begun, await client.counters()))
             await asyncio.sleep(_SAMPLE_SECONDS)
-            say(f"under load: {done} of {len(bodies)}", end="\r")
+            print_progress(f"under load: {done} of {len(bodies)}", end="\r")
 
     async with Client(address) as client:
         arrival, tasks = 0.0, []
@@ -262,7 +264,7 @@ async def send(address: Address, bodies: Sequence[Body], rate: float, options: S
         answers = await asyncio.gather(*tasks)
         reporter.cancel()
         await asyncio.wait([reporter])
-    say(f"under load: {done} of {len(bodies)}")
+    print_progress(f"under load: {done} of {len(bodies)}")
     return Sent(answers, samples, time.process_time() - used)
 
 
