@@ -16,6 +16,8 @@ KERNELS = (
     "and L2 norms, windows, Linformer, short convolutions, decode steps"
 )
 LARGEST = 256
+# CUDA's limit of the second and third axis of a grid.
+LARGEST_AXIS = 65535
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TORCH = "torch"
 # Shared memory in KB of the GPU that `longspan.explain` assumes where there is none: compute capability 9.0.
@@ -66,6 +68,11 @@ def unsupported_dtypes(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return None
     found = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v))
     return f"q, k and v are {found}; the kernels take one dtype of bfloat16, float16, float32"
+
+
+def large_axis(number: int, what: str) -> str | None:
+    """Return a reason if there are too many of something to be the second or third axis of a grid."""
+    return None if number <= LARGEST_AXIS else f"{number} {what}; the kernels take up to {LARGEST_AXIS}"
 
 
 def eager_untraced(q: Tensor) -> bool:

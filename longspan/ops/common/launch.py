@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from longspan.ops.common.dispatch import LARGEST_AXIS
 from longspan.ops.common.plans import Signature as Signature
 from longspan.ops.common.plans import TensorSignature, cached, signature
 from longspan.ops.common.plans import dense_rows as dense_rows
@@ -172,6 +173,7 @@ class Plan:
     def launch(self, kernel: Any, grid: tuple[int, ...], scalars: tuple[Any, ...], constants: dict[str, Any]) -> Launch:
         """Create a launch of this plan; missing axes of the grid are 1."""
         x, y, z = (*grid, 1, 1)[:3]
+        assert max(y, z) <= LARGEST_AXIS, f"{kernel.__name__} has a grid of {x} × {y} × {z} programs"
         launch = Launch(self.device, kernel, (x, y, z), scalars, constants)
         self._launches.append(launch)
         return launch

@@ -116,6 +116,8 @@ def _why_not_triton(x: Tensor, dtype: DType, problem: CompressedProblem) -> str 
         )
     if not x.shape[0] or x.shape[1] < 128:
         return f"{x.shape[1]} tokens; the kernels are not faster below 128"
+    if (why := dispatch.large_axis(x.shape[0] * problem.num_kv_heads, "batch rows and key/value heads")) is not None:
+        return why
     return dispatch.triton_missing(x.device) or dispatch.insufficient_shared_memory(x, 227)
 
 
@@ -185,7 +187,9 @@ def _why_unsupported_causal(q: Tensor, k: Tensor, v: Tensor, rank: int) -> str |
     dim = max(q.shape[3], v.shape[3])
     if rank > dispatch.LARGEST or dim > LARGEST_CAUSAL:
         return f"rank {rank} and dimension {dim}; the kernels take up to {dispatch.LARGEST} and {LARGEST_CAUSAL}"
-    return None if q.numel() and v.numel() else "an empty tensor"
+    if not q.numel() or not v.numel():
+        return "an empty tensor"
+    return dispatch.large_axis(q.shape[0] * q.shape[2], "batch rows and heads")
 
 
 @differentiable_op("longspan::causal_linformer", (CausalInputs,), (CausalSaved,), outputs=7, grads=7, differentiable=3)

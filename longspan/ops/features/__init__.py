@@ -92,6 +92,8 @@ def why_not_triton(q: Tensor, v: Tensor, num_features: int) -> str | None:
         why = f"{sizes}; the kernels take up to {MOST_FEATURES} and {LARGEST}"
     if why is None and not (q.numel() and v.numel()):
         why = "an empty tensor"
+    if why is None:
+        why = dispatch.large_axis(q.shape[0] * q.shape[2], "batch rows and heads")
     if dispatch.recording is not None:
         dispatch.record("causal linear attention with given features", "features", why)
     return why

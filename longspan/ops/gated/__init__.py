@@ -16,14 +16,14 @@ from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from torch import Tensor, float32
+from torch import Tensor, bfloat16, float32
 
 from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
 from longspan.ops.common.torch_private import is_exporting
 from longspan.ops.gated import torch as torch_chunk
 from longspan.ops.gated.torch import LOG_UNDERFLOW
-from longspan.ops.gated.triton import ALGORITHMS
+from longspan.ops.gated.triton import ALGORITHMS, decay_chunk
 
 __all__ = ["LOG_UNDERFLOW", "gated_linear", "why_not_triton"]
 
@@ -117,9 +117,19 @@ def triton_algorithm(x: GatedInputs, delta: bool) -> str:
 def why_not_triton(x: GatedInputs, delta: bool) -> str | None:
     """Return why these inputs run in eager PyTorch; None if they run on the kernels."""
     why = dispatch.unavailable(x.q) or why_unsupported(x, delta)
-    if why is None and triton_algorithm(x, delta) == "channel" and x.q.shape[3] > 128:
-        return dispatch.insufficient_shared_memory(x.q, 120)
-    return why
+    if why is not None or (needed := _shared_memory(x, triton_algorithm(x, delta))) is None:
+        return why
+    return dispatch.insufficient_shared_memory(x.q, needed)
+
+
+def _shared_memory(x: GatedInputs, algorithm: str) -> int | None:
+    """Return the shared memory in KB that programs need; None where every device has enough."""
+    D, E = x.q.shape[3], x.v.shape[3]
+    if algorithm == "decay":
+        return 147 if max(D, E) > 128 else None
+    if D <= 128 or (algorithm == "delta" and x.q.dtype != bfloat16):
+        return None
+    return 132 if algorithm == "delta" else 120
 
 
 def why_unsupported(x: GatedInputs, delta: bool) -> str | None:
@@ -138,6 +148,9 @@ def why_unsupported(x: GatedInputs, delta: bool) -> str | None:
         return "an empty tensor"
     if (algorithm := triton_algorithm(x, delta)) not in ALGORITHMS:
         return f"the algorithm {algorithm!r}; there are kernels for {', '.join(ALGORITHMS) or 'none'}"
+    if algorithm == "decay":
+        (B, T), chunk = x.q.shape[:2], decay_chunk(x.q.dtype)
+        return dispatch.large_axis(B, "batch rows") or dispatch.large_axis(-(-T // chunk), f"chunks of {chunk} tokens")
     return None
 
 

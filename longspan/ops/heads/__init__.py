@@ -112,7 +112,9 @@ def why_not_triton(
         return "queries, keys and values have different numbers of heads or head dimensions"
     if any(rotated) and (cos_sin is None or cos_sin[0].shape != (x.shape[1], D // 2)):
         return "rows have positions of their own, or only some of the features are rotated"
-    return None if x.numel() else "an empty tensor"
+    if not x.numel():
+        return "an empty tensor"
+    return dispatch.large_axis(-(-x.shape[0] * x.shape[1] // TOKENS), f"tiles of {TOKENS} tokens")
 
 
 class HeadsInputs(NamedTuple):

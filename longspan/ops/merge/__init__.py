@@ -77,6 +77,8 @@ def why_not_triton(q: Tensor, v: Tensor) -> str | None:
     why = dispatch.unavailable(q)
     if why is None and (q.dtype not in dispatch.DTYPES or max(q.shape[3], v.shape[3]) > LARGEST or not q.numel()):
         why = f"queries of {q.dtype}, dimensions {q.shape[3]} and {v.shape[3]}; the kernels take up to {LARGEST}"
+    if why is None:
+        why = dispatch.large_axis(q.shape[0] * q.shape[2], "batch rows and heads")
     if dispatch.recording is not None:
         dispatch.record("join of window and memory", "merge", why)
     return why

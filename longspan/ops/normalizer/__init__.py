@@ -94,6 +94,8 @@ def why_not_triton(q: Tensor, k: Tensor, feature_map: str) -> str | None:
         )
     if why is None and not (q.numel() and k.numel()):
         why = "an empty tensor"
+    if why is None:
+        why = dispatch.large_axis(k.shape[0] * k.shape[2], "batch rows and key/value heads")
     if dispatch.recording is not None:
         dispatch.record("normalization by feature", "normalizer", why)
     return why

@@ -42,9 +42,9 @@ from longspan.ops.common.launch import (
 )
 from longspan.ops.common.tiles import FLOOR, add_product, padded, product, zeros
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
+from longspan.ops.gated.triton import decay_chunk
 from longspan.ops.linear.triton import PRECISION
 
-CHUNK = 64  # 32 for other dtypes than bfloat16, whose products take more registers
 STAGES = 3  # With fewer, no chunk is loaded while another is in use.
 PIECE = 8  # The fewest chunks in a piece of a segment
 CHECK = 16  # Chunks from one ⟨dS, S⟩ to the next; 1 for other dtypes than bfloat16
@@ -649,7 +649,7 @@ def _nothing(*_: Any) -> None:
 
 def _chunk(dtype: torch.dtype) -> tuple[int, int]:
     """Return the number of tokens in a chunk and the least width of a block."""
-    return (CHUNK, 64) if dtype == torch.bfloat16 else (CHUNK // 2, 16)
+    return decay_chunk(dtype), 64 if dtype == torch.bfloat16 else 16
 
 
 def _tile(values: int, width: int, dtype: torch.dtype) -> int:
