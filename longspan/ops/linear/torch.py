@@ -45,16 +45,22 @@ def forward(x: LinearInputs, problem: LinearProblem) -> tuple[Tensor, Tensor, Te
     (B, T, H, _), feature_map = q.shape, _map(problem)
     out = v.new_empty(B, T, H, v.shape[3])
     den = x.kv.new_empty(B, T, H if problem.normalize else 0)
-    kv, c = x.kv.flatten(0, 1).mT, x.shift.flatten()
+    kv, c, total = x.kv.flatten(0, 1).mT, x.shift.flatten(), _total(x)
+    M = kv.shape[2]
     starts, references = new_starts(x, problem)
     for i, span in enumerate(_spans(x, problem)):
-        starts[i], references[i] = kv, c
+        starts[i, :, :, :M], references[i] = kv, c
         group = _Group.of(x, problem, span, c)
         query = feature_map.query(_rows(q, span, x), x.weight)[0]
         before, kv = group.sums(kv)
         read = group.towards_start(torch.bmm(query, before.mT))
         if group.inside:
             read.baddbmm_(group.weigh(query, group.f), group.v)
+        if problem.epsilon:
+            starts[i, :, :, M] = total
+            prefix, total = _running_sums(group.v, total)
+            mass = problem.epsilon * query.sum(-1, keepdim=True)
+            _by_head(read, span).addcmul_(_by_head(mass, span), prefix[:, None])
         if problem.normalize:
             _put(den[..., None], read[..., -1:], span, x)
             _put_product(out, read[..., :-1], _inverse(read[..., -1:], feature_map.log_largest), span, x)
@@ -66,15 +72,26 @@ def forward(x: LinearInputs, problem: LinearProblem) -> tuple[Tensor, Tensor, Te
 
 
 def new_starts(x: LinearInputs, problem: LinearProblem) -> tuple[Tensor, Tensor]:
-    """Return buffers for the sums (B Hkv, E, M) and references (B Hkv,) before each span, possibly too many."""
+    """Return buffers for the sums (B Hkv, E, M) and references (B Hkv,) before each span, possibly too many.
+
+    With an epsilon, Σ[v, 1] is one more feature.
+    """
     assert x.kv is not None
     most = x.k.shape[1] // (_chunk(problem.bucket) * GROUP) + 2
-    starts = x.kv.new_zeros(most, x.kv.shape[0] * x.kv.shape[1], x.kv.shape[3], x.kv.shape[2])
+    starts = x.kv.new_zeros(most, x.kv.shape[0] * x.kv.shape[1], x.kv.shape[3], x.kv.shape[2] + bool(problem.epsilon))
     return starts, starts.new_zeros(starts.shape[:2])
 
 
-def backward(saved: LinearSaved, x: LinearInputs, problem: LinearProblem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and of the sums before."""
+def _total(x: LinearInputs) -> Tensor:
+    """Σ[v, 1] before the first token (B Hkv, E + 1)."""
+    assert x.kv is not None
+    return (x.kv.new_zeros(x.kv.shape[0], *x.kv.shape[1::2]) if x.total is None else x.total).flatten(0, 1)
+
+
+def backward(
+    saved: LinearSaved, x: LinearInputs, problem: LinearProblem
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of q, k, v and of the sums and the total before."""
     d_out, d_kv, out, den, starts, references = saved
     q, k, v, weight, E = x.q, x.k, x.v, x.weight, x.v.shape[3]
     assert x.kv is not None
@@ -83,6 +100,7 @@ def backward(saved: LinearSaved, x: LinearInputs, problem: LinearProblem) -> tup
     feature_map = _map(problem)
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     d_kv = (torch.zeros_like(x.kv) if d_kv is None else d_kv).flatten(0, 1).mT
+    M, d_total = d_kv.shape[2], torch.zeros_like(_total(x))
     inverse = _inverse(den, feature_map.log_largest)[..., None] if problem.normalize else None
     for i, span in reversed(list(enumerate(_spans(x, problem)))):
         group = _Group.of(x, problem, span, references[i])
@@ -97,7 +115,7 @@ def backward(saved: LinearSaved, x: LinearInputs, problem: LinearProblem) -> tup
             factor = _rows(inverse, span, x)
             scaled = query * factor
         row = group.towards_start(d_num)
-        d_query = torch.bmm(row, group.sums(starts[i])[0])
+        d_query = torch.bmm(row, group.sums(starts[i, :, :, :M])[0])
         d_kv, d_own = group.sums_grad(row, scaled, d_kv)
         d_f = group.towards_end(torch.bmm(group.v, d_own))
         d_v = torch.bmm(group.f_end, d_own[:, :E].mT)
@@ -106,12 +124,21 @@ def backward(saved: LinearSaved, x: LinearInputs, problem: LinearProblem) -> tup
             d_query.baddbmm_(d_scores, group.f)
             d_f.baddbmm_(d_scores.mT, scaled)
             d_v.baddbmm_(group.weigh(scaled, group.f).mT, d_num[..., :E])
+        if problem.epsilon:
+            prefix = _running_sums(group.v, starts[i, :, :, M])[0]
+            d_mass = (_by_head(d_num, span) * prefix[:, None]).sum(-1, keepdim=True).flatten(1, 2)
+            d_query += problem.epsilon * d_mass
+            mass = problem.epsilon * scaled.sum(-1, keepdim=True)
+            suffix, d_total = _running_sums(_by_head(d_num * mass, span).sum(1), d_total, reverse=True)
+            d_v += suffix[..., :E]
         d_query = d_query if factor is None else d_query.mul_(factor)
-        d_f = d_f if group.hidden is None else d_f.masked_fill_(group.hidden[..., None], 0)
+        if group.hidden is not None:
+            d_f, d_v = (d.masked_fill_(group.hidden[..., None], 0) for d in (d_f, d_v))
         _put(dq, feature_map.query_grad(d_query, rows, query, weight), span, x)
         _put(dk, feature_map.key_grad(d_f, group.k, group.f, weight), span, x)
         _put(dv, d_v, span, x)
-    return dq, dk, dv, d_kv.mT.reshape(x.kv.shape).clone(memory_format=torch.contiguous_format)
+    d_kv = d_kv.mT.reshape(x.kv.shape).clone(memory_format=torch.contiguous_format)
+    return dq, dk, dv, d_kv, None if x.total is None else d_total.reshape(x.total.shape)
 
 
 def safe_divide(x: Tensor, z: Tensor, log_largest: float = 0.0) -> Tensor:
@@ -219,7 +246,7 @@ class _Group(NamedTuple):
             slot = torch.arange(span.tokens.start, span.tokens.stop, device=k.device)
             hidden = (slot >= x.lengths[:, None]).repeat_interleave(x.k.shape[2], 0)
             hidden = hidden.unflatten(1, (-1, span.size)).transpose(0, 1).reshape(-1, span.size)
-            f = f.masked_fill(hidden[..., None], 0)
+            f, v = (y.masked_fill(hidden[..., None], 0) for y in (f, v))
             beta = None if beta is None else beta.masked_fill(hidden, FLOOR)
         size, bucket = span.size, problem.bucket
         inside = bucket == 1 or size > bucket
@@ -292,6 +319,21 @@ def _scan(sums: Sequence[Tensor], factors: Sequence[Tensor] | None) -> None:
             sums[i].add_(sums[i - 1])
         else:
             sums[i].addcmul_(sums[i - 1], factors[i - 1])
+
+
+def _by_head(rows: Tensor, span: _Span) -> Tensor:
+    """(Y, G C, ·) -> (Y, G, C, ·)."""
+    return rows.unflatten(1, (-1, span.size))
+
+
+def _running_sums(x: Tensor, before: Tensor, *, reverse: bool = False) -> tuple[Tensor, Tensor]:
+    """Return sums of x (Y, C, E) up to each token, from `before` (B Hkv, E) on, and the last; reverse: of later ones."""
+    own = x.sum(1).view(-1, *before.shape)
+    sums = torch.cat([before[None], own.flip(0) if reverse else own]).cumsum(0)
+    starts = sums[:-1].flip(0) if reverse else sums[:-1]
+    ones = x.new_ones(x.shape[1], x.shape[1])
+    triangle = (ones.triu() if reverse else ones.tril()).expand(len(x), -1, -1)
+    return torch.baddbmm(starts.reshape(len(x), 1, -1), triangle, x), sums[-1]
 
 
 def running_max(x: Tensor) -> Tensor:
@@ -419,6 +461,23 @@ _PLAIN_FAVOR = Map(
 )
 
 
+def _favor_with(epsilon: float) -> Map:
+    """performer-pytorch's map: relative to the largest w·x, with an epsilon, which keys get in `forward`."""
+
+    def query(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        f, _ = key(x, weight)
+        return f.add_(epsilon), None
+
+    def key(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        projected, half_norm = favor_projection(x, weight)
+        largest = projected.amax(-1)
+        return projected.sub_(half_norm + largest[..., None]).exp_(), largest
+
+    return Map(query, key, lambda g, x, f, weight: _favor_key_grad(g, x, f - epsilon, weight), _favor_key_grad)
+
+
 def _map(problem: LinearProblem) -> Map:
+    if problem.epsilon:
+        return _favor_with(problem.epsilon)
     favor = problem.feature_map == "favor" and not problem.normalize
     return _PLAIN_FAVOR if favor else MAPS[problem.feature_map]
