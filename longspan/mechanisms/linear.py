@@ -445,7 +445,7 @@ class LinearAttention(Mechanism):
             length = state.length + (k.shape[1] if lengths is None else lengths)
             return self._scaled(out), _updated(state, length, sums, None)
         span = self._span(q)
-        if q.shape[1] <= span:
+        if q.shape[1] <= span or self._fused_epsilon(q, k, v, state.kv):
             return self._extend_features(state, q, k, v, lengths)
         recomputed = -(-q.shape[1] // span) - MAX_SAVED if torch.is_grad_enabled() else 0
         outs, after = [], state
@@ -552,10 +552,15 @@ class LinearAttention(Mechanism):
         return step
 
     def _fused_epsilon(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None) -> bool:
-        """Whether there is an epsilon, and the kernels of `causal_linear` add it to these inputs' features."""
+        """Whether there is an epsilon, and `causal_linear` adds it to these inputs' features.
+
+        On a GPU only its kernels do: where they do not, those of `attend_prefixes` are faster than eager PyTorch.
+        """
         phi = self.feature_map
-        if not isinstance(phi, Favor) or not phi.epsilon or not q.is_cuda:
+        if not isinstance(phi, Favor) or not phi.epsilon:
             return False
+        if q.device.type == "cpu":
+            return True
         x = LinearInputs(q, k, v, phi.weight, None, None, kv, None)
         return choose_algorithm(x, phi.kind, True, 1, phi.epsilon) != "torch"
 

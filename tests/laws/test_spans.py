@@ -16,11 +16,11 @@ B, T, H, HKV, D, E = 2, 61, 4, 2, 5, 7
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("performer", {"epsilon": 1e-3, "num_features": 11}),
+        ("performer", {"kernel": "relu", "num_features": 11}),
         ("linear", {"blind_spot": 3}),
         ("linear", {"normalize": "feature", "feature_map": "softmax"}),
     ],
-    ids=["epsilon", "blind spot", "per feature"],
+    ids=["generalized kernel", "blind spot", "per feature"],
 )
 @pytest.mark.parametrize(("masked", "saved"), [(False, 4), (True, 3), (False, 1)])
 def test_spans_of_features_change_no_number(

@@ -80,7 +80,11 @@ def test_causal_linear_saves_nothing_large(name: str, options: dict[str, object]
     assert max(sizes) <= 2 * N * HEADS * max(m.num_features, D, E)
 
 
-@pytest.mark.parametrize(("name", "options"), [("linear", {}), ("performer", {"num_features": 64})], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("linear", {}), ("performer", {"num_features": 64}), ("performer", {"num_features": 64, "epsilon": 1e-4})],
+    ids=str,
+)
 def test_fused_maps_save_inputs_output_and_a_few_sums(name: str, options: dict[str, object]) -> None:
     """Features are made chunk by chunk, forward and backward; kept are only the sums before each group of chunks."""
     sizes = saved(build(name, options), N, causal=True)

@@ -89,7 +89,7 @@ class LinearInputs(NamedTuple):
 class LinearProblem(NamedTuple):
     """Options of `longspan::causal_linear` and the algorithm that computes it: "torch" or a module of `triton`.
 
-    epsilon: Added to the features of FAVOR+; only "favor" supports it.
+    epsilon: Added to the features of FAVOR+; only "favor" and "torch" support it.
     """
 
     feature_map: str
@@ -170,8 +170,8 @@ def causal_linear(
         sums: The state before the first token.
         normalize: Divide by the normalizer.
         bucket: If greater than 1, hide from a query its own bucket of this many tokens and all later ones.
-        epsilon: Added to the features of the map "favor", as `feature_maps.Favor` does. The arguments must pass
-            `why_not_triton`: elsewhere `attend_prefixes` computes the same.
+        epsilon: Added to the features of the map "favor", as `feature_maps.Favor` does; needs `normalize`, and no
+            `bucket`.
         total: (B, Hkv, E + 1) Σ[v, 1] over the keys before the first token, if there is an epsilon.
 
     Returns:
@@ -182,7 +182,7 @@ def causal_linear(
         kv, shift = cat([sums.kv, sums.z[..., None]], -1) if normalize else sums.kv, sums.shift
     x = LinearInputs(q, k, v, weight, log_scale, lengths, kv, shift, total)
     algorithm = choose_algorithm(x, feature_map, normalize, bucket, epsilon)
-    assert not epsilon or algorithm == "favor"
+    assert not epsilon or algorithm in ("favor", "torch")
     problem = LinearProblem(feature_map, normalize, bucket, True, algorithm, epsilon)
     if problem.algorithm != "torch" and dispatch.eager_untraced(q):
         out, kv, shift = _CausalLinear.direct(*x, *problem)
@@ -214,7 +214,7 @@ def causal_linear_out(
             return run_planned(plan, *tensors)
     x = LinearInputs(q, k, v, weight, None, lengths, None, None, total)
     algorithm = choose_algorithm(x, feature_map, normalize, bucket, epsilon)
-    assert not epsilon or algorithm == "favor"
+    assert not epsilon or algorithm in ("favor", "torch")
     problem = LinearProblem(feature_map, normalize, bucket, False, algorithm, epsilon)
     if problem.algorithm != "torch" and dispatch.eager_untraced(q):
         return _CausalLinear.direct(*x, *problem)

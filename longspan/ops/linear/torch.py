@@ -1,8 +1,9 @@
 """Causal linear attention in PyTorch, for any device: a few chunks at a time, so that their tensors stay in cache.
 
-Inside a chunk of C tokens all pairs are computed; between chunks only sums are passed. The sums S_n before chunk n of
-a group follow from those before the group and from each chunk's own in one product: S = P · (S₀, Δ₀, Δ₁, …) with P[n,
-m] = exp(s_m − s_n) for m ≤ n, s_n being the row reference at the chunk's start. The backward pass is the same with Pᵀ.
+Inside a chunk of C tokens all pairs are computed; between chunks only sums are passed. The sums before a chunk are
+those before the chunk before it, times exp(s_n − s_{n+1}), plus that chunk's own, s_n being the row reference at the
+start of chunk n; the backward pass adds in the other direction. Sums are transposed, (E, M) with M features: products
+whose number of columns is a multiple of 16 are faster, and E is not with the normalizer as one more column.
 
 The built-in feature maps and their derivatives are at the end. A key's features are f · exp(β), with f of order one and
 β the log scale; None means β ≡ 0. `weight` is the projection (M, D) of FAVOR+, None for maps without one.
@@ -11,7 +12,7 @@ The built-in feature maps and their derivatives are at the end. A key's features
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 # The log scale of no key: exp(FLOOR − x) is 0 for any real x, and FLOOR − FLOOR is 0 where −inf would give NaN.
 FLOOR = -1e30
-CHUNK = 64
-GROUP = 8
+CHUNK = 32
+GROUP = 16
 # Logarithm of the largest feature of a query or key of FAVOR+, a whole number. Products of queries and keys that share
 # no large feature, e^−100 for inputs of order 10, are then representable in float32, and so are sums over 10^6 keys.
 FAVOR_LARGEST = 30.0
@@ -44,69 +45,100 @@ def forward(x: LinearInputs, problem: LinearProblem) -> tuple[Tensor, Tensor, Te
     (B, T, H, _), feature_map = q.shape, _map(problem)
     out = v.new_empty(B, T, H, v.shape[3])
     den = x.kv.new_empty(B, T, H if problem.normalize else 0)
-    kv, c = x.kv.flatten(0, 1), x.shift.flatten()
+    kv, c, total = x.kv.flatten(0, 1).mT, x.shift.flatten(), _total(x)
+    M = kv.shape[2]
     starts, references = new_starts(x, problem)
     for i, span in enumerate(_spans(x, problem)):
-        starts[i], references[i] = kv, c
+        starts[i, :, :, :M], references[i] = kv, c
         group = _Group.of(x, problem, span, c)
         query = feature_map.query(_rows(q, span, x), x.weight)[0]
         before, kv = group.sums(kv)
-        read = group.towards_start(query @ before)
-        if group.seen is not None:
-            read = torch.baddbmm(read, group.weigh(query, group.f), group.v)
+        read = group.towards_start(torch.bmm(query, before.mT))
+        if group.inside:
+            read.baddbmm_(group.weigh(query, group.f), group.v)
+        if problem.epsilon:
+            starts[i, :, :, M] = total
+            prefix, total = _running_sums(group.v, total)
+            mass = problem.epsilon * query.sum(-1, keepdim=True)
+            _by_head(read, span).addcmul_(_by_head(mass, span), prefix[:, None])
         if problem.normalize:
             _put(den[..., None], read[..., -1:], span, x)
-            read = read[..., :-1] * _inverse(read[..., -1:], feature_map.log_largest)
-        _put(out, read, span, x)
+            _put_product(out, read[..., :-1], _inverse(read[..., -1:], feature_map.log_largest), span, x)
+        else:
+            _put(out, read, span, x)
         c = group.last
-    return out, kv.reshape(B, -1, *kv.shape[1:]).clone(), c.reshape(B, -1).clone(), den, starts, references
+    kv = kv.mT.reshape(x.kv.shape).clone(memory_format=torch.contiguous_format)
+    return out, kv, c.reshape(B, -1).clone(), den, starts, references
 
 
 def new_starts(x: LinearInputs, problem: LinearProblem) -> tuple[Tensor, Tensor]:
-    """Return buffers for the sums (B Hkv, M, E) and references (B Hkv,) before each span, possibly too many."""
+    """Return buffers for the sums (B Hkv, E, M) and references (B Hkv,) before each span, possibly too many.
+
+    With an epsilon, Σ[v, 1] is one more feature.
+    """
     assert x.kv is not None
     most = x.k.shape[1] // (_chunk(problem.bucket) * GROUP) + 2
-    starts = x.kv.new_zeros(most, x.kv.shape[0] * x.kv.shape[1], *x.kv.shape[2:])
+    starts = x.kv.new_zeros(most, x.kv.shape[0] * x.kv.shape[1], x.kv.shape[3], x.kv.shape[2] + bool(problem.epsilon))
     return starts, starts.new_zeros(starts.shape[:2])
 
 
-def backward(saved: LinearSaved, x: LinearInputs, problem: LinearProblem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and of the sums before."""
+def _total(x: LinearInputs) -> Tensor:
+    """Σ[v, 1] before the first token (B Hkv, E + 1)."""
+    assert x.kv is not None
+    return (x.kv.new_zeros(x.kv.shape[0], *x.kv.shape[1::2]) if x.total is None else x.total).flatten(0, 1)
+
+
+def backward(
+    saved: LinearSaved, x: LinearInputs, problem: LinearProblem
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of q, k, v and of the sums and the total before."""
     d_out, d_kv, out, den, starts, references = saved
-    q, k, v, weight = x.q, x.k, x.v, x.weight
+    q, k, v, weight, E = x.q, x.k, x.v, x.weight, x.v.shape[3]
     assert x.kv is not None
     assert starts is not None
     assert references is not None
     feature_map = _map(problem)
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    d_kv = (torch.zeros_like(x.kv) if d_kv is None else d_kv).flatten(0, 1)
+    d_kv = (torch.zeros_like(x.kv) if d_kv is None else d_kv).flatten(0, 1).mT
+    M, d_total = d_kv.shape[2], torch.zeros_like(_total(x))
+    inverse = _inverse(den, feature_map.log_largest)[..., None] if problem.normalize else None
     for i, span in reversed(list(enumerate(_spans(x, problem)))):
         group = _Group.of(x, problem, span, references[i])
         rows = _rows(q, span, x)
         query = feature_map.query(rows, weight)[0]
-        d_num, scaled, inverse = _rows(d_out, span, x, extra=problem.normalize), query, None
-        if problem.normalize:
+        d_num, scaled, factor = _rows(d_out, span, x, extra=problem.normalize), query, None
+        if inverse is not None:
             # 1/den multiplies the features: the weights are then at most one, while gradients could overflow.
             assert out is not None
             d_den = (d_out[:, span.tokens].to(den.dtype) * out[:, span.tokens]).sum(-1, keepdim=True)
             d_num[..., -1:] = -_rows(d_den, span._replace(tokens=slice(0, None)), x)
-            inverse = _inverse(_rows(den[..., None], span, x), feature_map.log_largest)
-            scaled = query * inverse
+            factor = _rows(inverse, span, x)
+            scaled = query * factor
         row = group.towards_start(d_num)
-        d_query = row @ group.sums(starts[i])[0].mT
-        d_kv, d_own = group.sums_grad(scaled.mT @ row, d_kv)
-        d_f, d_v = group.towards_end(group.v @ d_own.mT), group.towards_end(group.f) @ d_own
-        if group.seen is not None:
+        d_query = torch.bmm(row, group.sums(starts[i, :, :, :M])[0])
+        d_kv, d_own = group.sums_grad(row, scaled, d_kv)
+        d_f = group.towards_end(torch.bmm(group.v, d_own))
+        d_v = torch.bmm(group.f_end, d_own[:, :E].mT)
+        if group.inside:
             d_scores = group.weigh(d_num, group.v)
-            d_query = torch.baddbmm(d_query, d_scores, group.f)
-            d_f = torch.baddbmm(d_f, d_scores.mT, scaled)
-            d_v = torch.baddbmm(d_v, group.weigh(scaled, group.f).mT, d_num)
-        d_query = d_query if inverse is None else d_query * inverse
-        d_f = d_f if group.hidden is None else d_f.masked_fill(group.hidden[..., None], 0)
+            d_query.baddbmm_(d_scores, group.f)
+            d_f.baddbmm_(d_scores.mT, scaled)
+            d_v.baddbmm_(group.weigh(scaled, group.f).mT, d_num[..., :E])
+        if problem.epsilon:
+            prefix = _running_sums(group.v, starts[i, :, :, M])[0]
+            d_mass = (_by_head(d_num, span) * prefix[:, None]).sum(-1, keepdim=True).flatten(1, 2)
+            d_query += problem.epsilon * d_mass
+            mass = problem.epsilon * scaled.sum(-1, keepdim=True)
+            suffix, d_total = _running_sums(_by_head(d_num * mass, span).sum(1), d_total, reverse=True)
+            d_v += suffix[..., :E]
+        d_query = d_query if factor is None else d_query.mul_(factor)
+        if group.hidden is not None:
+            d_f, d_v = (d.masked_fill_(group.hidden[..., None], 0) for d in (d_f, d_v))
         _put(dq, feature_map.query_grad(d_query, rows, query, weight), span, x)
         _put(dk, feature_map.key_grad(d_f, group.k, group.f, weight), span, x)
-        _put(dv, d_v[..., : v.shape[3]], span, x)
-    return dq, dk, dv, d_kv.reshape(x.kv.shape).clone()
+        _put(dv, d_v, span, x)
+    d_kv = d_kv.mT.reshape(x.kv.shape).clone(memory_format=torch.contiguous_format)
+    return dq, dk, dv, d_kv, None if x.total is None else d_total.reshape(x.total.shape)
 
 
 def safe_divide(x: Tensor, z: Tensor, log_largest: float = 0.0) -> Tensor:
@@ -119,7 +151,7 @@ def safe_divide(x: Tensor, z: Tensor, log_largest: float = 0.0) -> Tensor:
 
 
 def _inverse(z: Tensor, log_largest: float) -> Tensor:
-    return safe_divide(torch.ones_like(z), z, log_largest)
+    return z.reciprocal().masked_fill_(is_zero(z, log_largest), 0)
 
 
 def is_zero(z: Tensor, log_largest: float = 0.0) -> Tensor:
@@ -157,7 +189,7 @@ def _chunk(bucket: int) -> int:
 
 
 def _rows(tensor: Tensor, span: _Span, x: LinearInputs, *, extra: bool = False) -> Tensor:
-    """(B, T, heads, ·) -> (B Hkv N, G C, ·): the span's N chunks, with the G query heads of a key head as rows.
+    """(B, T, heads, ·) -> (N B Hkv, G C, ·): the span's N chunks, with the G query heads of a key head as rows.
 
     extra: append a column of ones.
     """
@@ -171,29 +203,35 @@ def _rows(tensor: Tensor, span: _Span, x: LinearInputs, *, extra: bool = False) 
 
 
 def _put(into: Tensor, rows: Tensor, span: _Span, x: LinearInputs) -> None:
-    """Inverse of `_rows`: copy rows (B Hkv N, G C, ·) into (B, T, heads, ·)."""
+    """Inverse of `_rows`: copy rows (N B Hkv, G C, ·) into (B, T, heads, ·)."""
     target = _by_chunks(into, span, x)
     target.copy_(rows.reshape(target.shape))
 
 
+def _put_product(into: Tensor, rows: Tensor, factor: Tensor, span: _Span, x: LinearInputs) -> None:
+    target = _by_chunks(into, span, x)
+    torch.mul(rows.unflatten(1, target.shape[3:5]).view(target.shape), factor.view(*target.shape[:5], 1), out=target)
+
+
 def _by_chunks(tensor: Tensor, span: _Span, x: LinearInputs) -> Tensor:
-    """View (B, Hkv, N, G, C, ·) of a span of (B, T, heads, ·)."""
+    """View (N, B, Hkv, G, C, ·) of a span of (B, T, heads, ·)."""
     chunks = tensor[:, span.tokens].unflatten(1, (-1, span.size)).unflatten(3, (x.k.shape[2], -1))
-    return chunks.permute(0, 3, 1, 4, 2, 5)
+    return chunks.permute(1, 0, 3, 4, 2, 5)
 
 
 class _Group(NamedTuple):
-    """The keys of N chunks per sequence, Y = B Hkv N chunks in all, and the factors exp(β_j − c_i) between scales."""
+    """The keys of N chunks per sequence, Y = N B Hkv chunks in all, and the factors exp(β_j − c_i) between scales."""
 
     k: Tensor  # (Y, C, D)
     f: Tensor  # (Y, C, M)
+    f_end: Tensor  # (Y, C, M) at the scale of the chunk's end
     v: Tensor  # (Y, C, E), with a column of ones if normalized
     hidden: Tensor | None  # (Y, C)
-    seen: Tensor | None  # (C, C), whether i sees j; None: no token sees another of its chunk
+    inside: bool  # whether a token sees tokens of its chunk
     pair: Tensor | None  # (Y, C, C); this and the next two are None if all are 1
     start: Tensor | None  # (Y, C, 1) to the chunk's start
     end: Tensor | None  # (Y, C, 1) to the chunk's end
-    passing: Tensor  # (B Hkv, N + 1, N + 1) P
+    through: Sequence[Tensor] | None  # N times (B Hkv, 1, 1), from a chunk's start to its end
     last: Tensor  # (B Hkv,) the reference at the group's end
     bucket: int  # tokens that do not see each other
 
@@ -206,54 +244,61 @@ class _Group(NamedTuple):
         hidden = None
         if x.lengths is not None:
             slot = torch.arange(span.tokens.start, span.tokens.stop, device=k.device)
-            hidden = (slot >= x.lengths[:, None]).repeat_interleave(x.k.shape[2], 0).view(len(k), -1)
-            f = f.masked_fill(hidden[..., None], 0)
+            hidden = (slot >= x.lengths[:, None]).repeat_interleave(x.k.shape[2], 0)
+            hidden = hidden.unflatten(1, (-1, span.size)).transpose(0, 1).reshape(-1, span.size)
+            f, v = (y.masked_fill(hidden[..., None], 0) for y in (f, v))
             beta = None if beta is None else beta.masked_fill(hidden, FLOOR)
-        size, N, bucket = span.size, span.number, problem.bucket
-        slot = torch.arange(size, device=k.device) // bucket
+        size, bucket = span.size, problem.bucket
         inside = bucket == 1 or size > bucket
-        seen = (slot[:, None] >= slot if bucket == 1 else slot[:, None] > slot) if inside else None
-        earlier = torch.ones(N + 1, N + 1, dtype=f.dtype, device=k.device).tril()
         if beta is None:
-            passing = earlier.expand(len(c), -1, -1)
-            return cls(k, f, v, hidden, seen, None, None, None, passing, c, bucket)
-        reference = torch.maximum(running_max(beta.view(len(c), -1)), c[:, None])  # (B Hkv, N C)
-        bounds = torch.cat([c[:, None], reference[:, size - 1 :: size]], 1)  # (B Hkv, N + 1)
-        rows = reference.view(-1, size)
-        before, after = bounds[:, :-1].reshape(-1, 1), bounds[:, 1:].reshape(-1, 1)
+            return cls(k, f, f, v, hidden, inside, None, None, None, None, c, bucket)
+        by_row = beta.view(-1, len(c), size).transpose(0, 1)  # (B Hkv, N, C)
+        reference = torch.maximum(running_max(by_row.flatten(1)), c[:, None]).view(by_row.shape).transpose(0, 1)
+        bounds = torch.cat([c[None], reference[:, :, -1]])  # (N + 1, B Hkv)
+        rows = reference.reshape(-1, size)
+        before, after = bounds[:-1].reshape(-1, 1), bounds[1:].reshape(-1, 1)
+        end = _factor(beta - after)[..., None]
         return cls(
             k,
             f,
+            f * end,
             v,
             hidden,
-            seen,
+            inside,
             _factor(beta[:, None] - rows[:, :, None]) if inside else None,
             _factor(before - rows)[..., None],
-            _factor(beta - after)[..., None],
-            _factor(bounds[:, None] - bounds[:, :, None]).mul_(earlier),
-            bounds[:, -1],
+            end,
+            _factor(bounds[:-1] - bounds[1:])[..., None, None].unbind(),
+            bounds[-1],
             bucket,
         )
 
     def sums(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sums before each chunk (Y, M, E) and after the last (B Hkv, M, E), from those before the first."""
-        own = (self.towards_end(self.f).mT @ self.v).view(len(kv), -1, *kv.shape[1:])
-        passed = (self.passing @ torch.cat([kv[:, None], own], 1).flatten(2)).view(len(kv), -1, *kv.shape[1:])
-        return passed[:, :-1].flatten(0, 1), passed[:, -1]
+        """Return the sums before each chunk (Y, E, M) and after the last (B Hkv, E, M), from those before the first."""
+        sums = kv.new_empty(len(self.f) // len(kv) + 1, *kv.shape)
+        sums[0] = kv
+        torch.bmm(self.v.mT, self.f_end, out=sums[1:].flatten(0, 1))
+        _scan(sums.unbind(), self.through)
+        return sums[:-1].flatten(0, 1), sums[-1]
 
-    def sums_grad(self, d_starts: Tensor, d_last: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of the sums before the first chunk, and of each chunk's own (Y, M, E)."""
-        d_passed = torch.cat([d_starts.view(len(d_last), -1, *d_last.shape[1:]), d_last[:, None]], 1)
-        d = (self.passing.mT @ d_passed.flatten(2)).view(d_passed.shape)
-        return d[:, 0], d[:, 1:].flatten(0, 1)
+    def sums_grad(self, d_read: Tensor, query: Tensor, d_last: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the sums before the first chunk, and of each chunk's own (Y, E, M)."""
+        d_sums = d_last.new_empty(len(self.f) // len(d_last) + 1, *d_last.shape)
+        d_sums[-1] = d_last
+        torch.bmm(d_read.mT, query, out=d_sums[:-1].flatten(0, 1))
+        _scan(d_sums.unbind()[::-1], self.through and self.through[::-1])
+        return d_sums[0], d_sums[1:].flatten(0, 1)
 
     def weigh(self, rows: Tensor, keys: Tensor) -> Tensor:
         """(Y, G C, C): the products of rows (Y, G C, ·) and keys (Y, C, ·), weighted."""
-        assert self.seen is not None
         products = torch.bmm(rows, keys.mT)
-        by_head = products.unflatten(1, (-1, len(self.seen)))
+        by_head = products.unflatten(1, (-1, keys.shape[1]))
         # Filled, not multiplied: a product with a later key may overflow. `tril_` writes the upper triangle alone.
-        by_head = by_head.tril_() if self.bucket == 1 else by_head.masked_fill_(~self.seen, 0)
+        if self.bucket == 1:
+            by_head.tril_()
+        else:
+            slot = torch.arange(keys.shape[1], device=keys.device) // self.bucket
+            by_head.masked_fill_(slot[:, None] <= slot, 0)
         if self.pair is not None:
             by_head.mul_(self.pair[:, None])
         return products
@@ -265,6 +310,30 @@ class _Group(NamedTuple):
 
     def towards_end(self, keys: Tensor) -> Tensor:
         return keys if self.end is None else keys * self.end
+
+
+def _scan(sums: Sequence[Tensor], factors: Sequence[Tensor] | None) -> None:
+    """Add to each of the sums the one before it, times a factor."""
+    for i in range(1, len(sums)):
+        if factors is None:
+            sums[i].add_(sums[i - 1])
+        else:
+            sums[i].addcmul_(sums[i - 1], factors[i - 1])
+
+
+def _by_head(rows: Tensor, span: _Span) -> Tensor:
+    """(Y, G C, ·) -> (Y, G, C, ·)."""
+    return rows.unflatten(1, (-1, span.size))
+
+
+def _running_sums(x: Tensor, before: Tensor, *, reverse: bool = False) -> tuple[Tensor, Tensor]:
+    """Return sums of x (Y, C, E) up to each token, from `before` (B Hkv, E) on, and the last; reverse: of later ones."""
+    own = x.sum(1).view(-1, *before.shape)
+    sums = torch.cat([before[None], own.flip(0) if reverse else own]).cumsum(0)
+    starts = sums[:-1].flip(0) if reverse else sums[:-1]
+    ones = x.new_ones(x.shape[1], x.shape[1])
+    triangle = (ones.triu() if reverse else ones.tril()).expand(len(x), -1, -1)
+    return torch.baddbmm(starts.reshape(len(x), 1, -1), triangle, x), sums[-1]
 
 
 def running_max(x: Tensor) -> Tensor:
@@ -287,7 +356,7 @@ def _factor(x: Tensor) -> Tensor:
 
 # (x (..., D), weight) -> features (..., M) and their log scale (...).
 Apply = Callable[[Tensor, Any], tuple[Tensor, Tensor | None]]
-# (d features (..., M), x, features, weight) -> d x (..., D); log scales are constants.
+# (d features (..., M), x, features, weight) -> d x (..., D), maybe in place; log scales are constants.
 Differentiate = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 
@@ -320,7 +389,7 @@ def _identity_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) -> Te
 
 def _elu(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
     # Not elu(x) + 1, which cancels where x is negative.
-    return F.relu(x) + x.clamp(max=0).exp(), None
+    return F.relu(x) + x.clamp(max=0).exp_(), None
 
 
 def _elu_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) -> Tensor:
@@ -340,22 +409,22 @@ def _softmax_query(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | N
 
 
 def _softmax_query_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) -> Tensor:
-    return f * (g - (g * f).sum(-1, keepdim=True))
+    return g.sub_((g * f).sum(-1, keepdim=True)).mul_(f)
 
 
 def _exp(x: Tensor, weight: Tensor | None, log_largest: float = 0.0) -> tuple[Tensor, Tensor | None]:
     largest = x.detach().amax(-1)
     if not log_largest:
-        return (x - largest[..., None]).exp(), largest
+        return (x - largest[..., None]).exp_(), largest
     # A square: small features do not underflow before they are scaled, and autograd multiplies no gradient by
     # exp(log_largest) alone. A whole number as scale makes its differences exact.
     center = largest.round()
-    root = ((x - center[..., None]) / 2).exp() * math.exp(log_largest / 2)
+    root = ((x - center[..., None]) / 2).exp_() * math.exp(log_largest / 2)
     return root.square(), center - log_largest
 
 
 def _exp_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) -> Tensor:
-    return g * f
+    return g.mul_(f)
 
 
 def _favor_query(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -392,6 +461,23 @@ _PLAIN_FAVOR = Map(
 )
 
 
+def _favor_with(epsilon: float) -> Map:
+    """performer-pytorch's map: relative to the largest w·x, with an epsilon, which keys get in `forward`."""
+
+    def query(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        f, _ = key(x, weight)
+        return f.add_(epsilon), None
+
+    def key(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        projected, half_norm = favor_projection(x, weight)
+        largest = projected.amax(-1)
+        return projected.sub_(half_norm + largest[..., None]).exp_(), largest
+
+    return Map(query, key, lambda g, x, f, weight: _favor_key_grad(g, x, f - epsilon, weight), _favor_key_grad)
+
+
 def _map(problem: LinearProblem) -> Map:
+    if problem.epsilon:
+        return _favor_with(problem.epsilon)
     favor = problem.feature_map == "favor" and not problem.normalize
     return _PLAIN_FAVOR if favor else MAPS[problem.feature_map]
