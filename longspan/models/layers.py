@@ -640,14 +640,14 @@ class Attention(nn.Module):
         q, kv = linear("to_q"), linear("to_kv")
         if self.conv is None:
             return self._rotate_queries(self._split_queries(q), layout), *self._rotate_keys(kv, x, layout), None
-        joined = layout.zero_fill(torch.cat([q, kv], 2))
+        sizes, joined = (q.shape[2], kv.shape[2]), layout.zero_fill(torch.cat([q, kv], 2))
         if recent is not None and layout.packing is not None:
             mixed, recent = self.conv.extend_packed(joined, layout.packing, recent)
         else:
             mixed = self.conv(joined, layout, recent)
             recent = None if recent is None else latest_tokens(recent, joined, layout)
         mixed = mixed.to(joined.dtype)  # Its weights are not cast by autocast.
-        q, kv = mixed.split([self.to_q.out_features, self.to_kv.out_features], 2)
+        q, kv = mixed.split(sizes, 2)
         k, v, gates = self._rotate_keys(kv, x, layout)
         return self._rotate_queries(self._split_queries(q), layout), k, v, gates, recent
 
