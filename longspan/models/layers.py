@@ -215,6 +215,8 @@ class Attention(nn.Module):
         self.shared_kv = config.shared_kv
         if self.shared_kv and mechanism.value_dim != mechanism.head_dim:
             raise ValueError(f"shared_kv needs value_dim ({mechanism.value_dim}) = head_dim ({mechanism.head_dim})")
+        if config.num_qk_heads is not None and mechanism.num_heads % config.num_qk_heads:
+            raise ValueError(f"{mechanism.num_heads} heads must be a multiple of num_qk_heads ({config.num_qk_heads})")
         # Query and key heads before they are repeated.
         self.num_heads = mechanism.num_heads if config.num_qk_heads is None else config.num_qk_heads
         self.num_kv_heads = mechanism.num_kv_heads if config.num_qk_heads is None else config.num_qk_heads
@@ -426,8 +428,7 @@ class Attention(nn.Module):
         x = _layout.zero_fill(x)
         if self.cross:
             return self.project_output(x, self.mechanism.read(state, self.project_queries(x, _layout))), state
-        recent = state.recent if isinstance(state, ConvolutionState) else None
-        inner = self.mechanism_state(state)
+        recent, inner = self._check_recent(state), self.mechanism_state(state)
         if _layout.shard is not None:
             queries, k, v, gates, recent = self._project_lazily(x, x, _layout, recent)
             out, inner = _layout.shard.extend(self.mechanism, inner, queries, k, v, gates, key_mask=key_mask)
@@ -447,6 +448,18 @@ class Attention(nn.Module):
         layout = TokenLayout.of(x, causal=True, key_mask=filled, start=state.end)
         out, state = self.extend(rolled[:, :, 0], state, _layout=layout)
         return span.unroll(out[:, :, None])[:, :, 0], state
+
+    def _check_recent(self, state: State) -> Tensor | None:
+        """Return the tokens that a short convolution saw last; raise ValueError if the state is of another layer."""
+        recent = state.recent if isinstance(state, ConvolutionState) else None
+        held = None if recent is None else tuple(recent.shape[1:])
+        needed = None if self.conv is None else (self.conv.size - 1, self.conv.weight.shape[1])
+        if held != needed:
+            raise ValueError(
+                f"the state holds {held} (tokens, channels) for a short convolution, the layer needs {needed}: use "
+                "states from its own new_state()"
+            )
+        return recent
 
     def _with_recent(self, inner: State, recent: Tensor | None) -> State:
         """Return the layer's state, given that of the mechanism and the tokens that a short convolution sees next."""
@@ -643,14 +656,14 @@ class Attention(nn.Module):
         q, kv = linear("to_q"), linear("to_kv")
         if self.conv is None:
             return self._rotate_queries(self._split_queries(q), layout), *self._rotate_keys(kv, x, layout), None
-        joined = layout.zero_fill(torch.cat([q, kv], 2))
+        sizes, joined = (q.shape[2], kv.shape[2]), layout.zero_fill(torch.cat([q, kv], 2))
         if recent is not None and layout.packing is not None:
             mixed, recent = self.conv.extend_packed(joined, layout.packing, recent)
         else:
             mixed = self.conv(joined, layout, recent)
             recent = None if recent is None else latest_tokens(recent, joined, layout)
         mixed = mixed.to(joined.dtype)  # Its weights are not cast by autocast.
-        q, kv = mixed.split([self.to_q.out_features, self.to_kv.out_features], 2)
+        q, kv = mixed.split(sizes, 2)
         k, v, gates = self._rotate_keys(kv, x, layout)
         return self._rotate_queries(self._split_queries(q), layout), k, v, gates, recent
 

@@ -41,7 +41,7 @@ HYBRID = {
     "parts": [{"mechanism": "local", "num_heads": 2, "window": 7}, {"mechanism": "linear", "num_heads": 2}],
 }
 LINFORMER = {"mechanism": "linformer", "rank": 5, "max_length": 64}
-MECHANISMS = [HYBRID, "performer", "linear", "softmax", LINFORMER, {"mechanism": "local", "window": 5}]
+MECHANISMS = [HYBRID, "performer", "linear", "softmax", "delta", LINFORMER, {"mechanism": "local", "window": 5}]
 
 
 def config(mechanism, **changes) -> ModelConfig:

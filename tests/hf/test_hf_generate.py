@@ -17,7 +17,14 @@ HYBRID = {
     "mechanism": "split",
     "parts": [{"mechanism": "local", "num_heads": 2, "window": 7}, {"mechanism": "linear", "num_heads": 2}],
 }
-MECHANISMS = [HYBRID, "performer", "linear", "softmax", {"mechanism": "linformer", "rank": 5, "max_length": 64}]
+MECHANISMS = [
+    HYBRID,
+    "performer",
+    "linear",
+    "softmax",
+    "decay",
+    {"mechanism": "linformer", "rank": 5, "max_length": 64},
+]
 
 
 def causal(mechanism=HYBRID, **fields) -> LongspanForCausalLM:

@@ -10,7 +10,18 @@ import torch.nn.functional as F
 from helpers import assert_same
 from torch import Tensor
 
-from longspan import Attention, AttentionConfig, LanguageModel, ModelConfig, Packing, Sampling, generate, load, save
+from longspan import (
+    Attention,
+    AttentionConfig,
+    LanguageModel,
+    ModelConfig,
+    Packing,
+    Sampling,
+    build_mechanism,
+    generate,
+    load,
+    save,
+)
 from longspan.layout import TokenLayout
 from longspan.models import layers
 from longspan.models.layers import ConvolutionState, ShortConvolution
@@ -83,6 +94,13 @@ def test_a_layer_is_extended_by_padded_and_packed_pieces(options: dict[str, Any]
     for b, row in enumerate(rows):
         expected = layer(torch.cat([row, more[b : b + 1]], 1))[:, 5:]
         assert_same(torch.cat([found[b], last[b : b + 1]], 1), expected)
+
+
+def test_states_of_layers_with_another_convolution_are_refused() -> None:
+    plain, three, four = (Attention(12, AttentionConfig(num_heads=2, conv_size=n), causal=True) for n in (0, 3, 4))
+    for layer, other, held in ((plain, four, r"\(3, 36\)"), (four, plain, "None"), (four, three, r"\(2, 36\)")):
+        with pytest.raises(ValueError, match=f"holds {held} .*: use states from its own new_state"):
+            layer.extend(torch.randn(1, 5, 12), other.new_state(1))
 
 
 @EACH
@@ -167,6 +185,11 @@ def test_value_heads_share_query_and_key_heads() -> None:
 def test_options_that_contradict_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AttentionConfig(num_heads=H, **options)
+
+
+def test_a_given_mechanism_has_a_multiple_of_the_query_heads() -> None:
+    with pytest.raises(ValueError, match=r"6 heads must be a multiple of num_qk_heads \(4\)"):
+        Attention(24, AttentionConfig(num_heads=4, num_qk_heads=4), mechanism=build_mechanism("delta", 6, 4))
 
 
 def test_cross_attention_has_no_convolution() -> None:

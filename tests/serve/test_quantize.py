@@ -9,6 +9,7 @@ import torch
 from serve_cases import MECHANISMS, answers, language_model
 from torch import nn
 
+from longspan import AttentionConfig, LanguageModel, ModelConfig
 from longspan.serve import Engine, Request
 from longspan.serve.quantize import Int8Linear, bits_per_token, quantize_weights
 
@@ -50,6 +51,13 @@ def test_bits_of_quantized_models(name):
     if name not in ("delta", "decay"):
         for kind, tolerance in (("bfloat16", 0.01), ("int8", 0.02)):
             assert bits_per_token(model, tokens, chunk=5, state_dtype=kind) == pytest.approx(exact, rel=tolerance)
+
+
+def test_bits_of_a_quantized_model_with_convolutions():
+    attention = AttentionConfig(num_heads=4, mechanism="delta", conv_size=4, out_norm=True, out_gate="silu")
+    model = LanguageModel(ModelConfig(dim=32, depth=2, causal=True, vocab_size=256, attention=attention)).eval()
+    tokens = torch.randint(256, (67,))
+    assert bits_per_token(quantize_weights(model), tokens) == pytest.approx(bits_per_token(model, tokens), rel=0.02)
 
 
 def test_the_loss_of_a_trained_model_is_below_half_a_percent():
