@@ -13,7 +13,11 @@ import tyro
 from tyro.conf import FlagCreatePairsOff, Positional
 
 from longspan.bench import BenchOptions, failed, run
+from longspan.bench.options import SUBJECTS, SUITES
 from longspan.cli.arguments import parse
+from longspan.utils import choose
+
+APPENDING = ("host", "quality", "recall", "sweep")  # subjects with options of their own
 
 
 @dataclass(frozen=True)
@@ -40,13 +44,14 @@ class BenchFlags(BenchOptions):
 
 def main(argv: Sequence[str]) -> None:
     """Run the command."""
-    if argv and argv[0] in ("host", "quality", "recall", "sweep"):
+    if argv and argv[0] in APPENDING:
         _append_results(argv[0], argv[1:])
         return
     if argv and argv[0] == "serve":
         _serve(argv[1:])
         return
     flags = parse(BenchFlags, _with_compile_mode(argv), "bench")
+    choose("subject", flags.subject, [*SUBJECTS, *SUITES, "tables", *APPENDING, "serve"])
     if flags.subject == "tables":
         from longspan.bench.tables import update
 
