@@ -181,8 +181,8 @@ class LocalAttention(Mechanism):
             "xpos": self.xpos is not None,
         }
         assert isinstance(state, LocalState)
-        why = ", ".join(name for name, given in options.items() if given)
-        why = why or window_op.why_not_triton(q, k, v) or why_not_triton(q, k, v, state.k, state.v)
+        given = ", ".join(name for name, given in options.items() if given)
+        why = given or window_op.why_not_triton(q, k, v) or why_not_triton(q, k, v, state.k, state.v)
         return why or super()._why_no_decode_kernel(state, q, k, v)
 
     def _decode_step(
