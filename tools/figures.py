@@ -247,7 +247,7 @@ CPU = ("linear, softmax map", "performer, 256 features", "local, 256 keys", "lin
 TIME = "ns per token and head"
 PLOTS: dict[str, tuple[Callable[[], Data], Callable[[Data, Figure], None]]] = {
     **{f"sees-{name}": (lambda name=name: weights(name), draw_weights) for name in SEEN},
-    "state": (state_sizes, lambda data, figure: draw_lines(data, figure, "numbers in the state of a head")),
+    "state": (state_sizes, lambda data, figure: draw_lines(data, figure, "numbers per head")),
     "time-h200": (lambda: step_times("h200-causal", H200), lambda data, figure: draw_lines(data, figure, TIME)),
     "time-cpu": (lambda: step_times("cpu-causal-growth", CPU), lambda data, figure: draw_lines(data, figure, TIME)),
     "decode-h200": (decode_speeds, draw_speeds),

@@ -13,7 +13,11 @@ import tyro
 from tyro.conf import FlagCreatePairsOff, Positional
 
 from longspan.bench import BenchOptions, failed, run
+from longspan.bench.options import SUBJECTS, SUITES
 from longspan.cli.arguments import parse
+from longspan.utils import choose
+
+SEPARATE = ("host", "quality", "recall", "serve", "sweep")  # subjects with options of their own
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _run(argv: Sequence[str]) -> bool:
     """Run a benchmark; return whether a result is wrong."""
-    if argv and argv[0] in ("host", "quality", "recall", "serve", "sweep"):
+    if argv and argv[0] in SEPARATE:
         from longspan.bench import host, quality, recall, serve, sweep
 
         runs: dict[str, tuple[Any, Callable[[Any], Any]]] = {
@@ -65,6 +69,7 @@ def _run(argv: Sequence[str]) -> bool:
         result = start(parse(options, argv[1:], f"bench {argv[0]}"))
         return isinstance(result, serve.ServeResult) and result.failed
     flags = parse(BenchFlags, _with_compile_mode(argv), "bench")
+    choose("subject", flags.subject, [*SUBJECTS, *SUITES, "tables", *SEPARATE])
     if flags.subject == "tables":
         from longspan.bench.tables import update
 

@@ -318,6 +318,11 @@ def is_compiled(train: TrainConfig, packed: bool, device: torch.device, mesh: Me
     return train.compile == "on" or (train.compile == "auto" and automatic)
 
 
+def compile_mode(train: TrainConfig, device: torch.device) -> str | None:
+    """Return the mode of torch.compile: CUDA graphs on a GPU, which would overwrite gradients that accumulate."""
+    return "reduce-overhead" if device.type == "cuda" and train.accumulate == 1 else None
+
+
 def make_batches(train: TrainConfig, store: TokenStore, shape: BatchShape, packed: bool) -> Batches[Any]:
     """Return the training batches for the objective and --carry-state.
 

@@ -193,9 +193,8 @@ class Trainer:
             self.objective = self.wrapped
             register_methods(self.wrapped)
         if compiled:
-            # CUDA graphs overwrite the gradients of the previous micro-batch, so that they cannot accumulate.
-            graphs = self.device.type == "cuda" and config.accumulate == 1
-            self.wrapped = torch.compile(self.wrapped, dynamic=False, mode="reduce-overhead" if graphs else None)
+            mode = setup.compile_mode(config, self.device)
+            self.wrapped = torch.compile(self.wrapped, dynamic=False, mode=mode)
 
     def _add_lora(self, model: LanguageModel | Classifier) -> None:
         """Put LoRA beside the layers of the model: new, or that of the checkpoint."""

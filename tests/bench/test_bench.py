@@ -99,6 +99,7 @@ def test_command_without_peers(tmp_path: Path) -> None:
         ("--causal --bidirectional", "exclude each other"),
         ("mechanisms --compile", "compile is an option of bench layers and bench train"),
         ("sing", "unknown subject 'sing'; there is mechanisms, layers, train, generate, decode, compile"),
+        ("swep", "(did you mean 'sweep'?)"),
         ("train --bidirectional", "measures causal models"),
         ("generate --compile default", "compile is an option of bench layers and bench train"),
         ("layers --compile fast", "unknown compile mode 'fast'; there is off, default, reduce-overhead"),

@@ -57,7 +57,11 @@ def build(case, dtype=torch.float32):
     attention, options = case
     sizes = {"dim": 10, "depth": 2, "vocab_size": 17, "causal": True, **options}
     config = ModelConfig(attention=AttentionConfig(num_heads=2, head_dim=6, **attention), **sizes)
-    return LanguageModel(config).to(dtype).eval()
+    model = LanguageModel(config).to(dtype).eval()
+    for parameter in model.parameters():
+        if not parameter.any():  # Biases and value embeddings begin at zero, where they would hide mistakes.
+            nn.init.normal_(parameter)
+    return model
 
 
 def after_prompt(model, batch_size=1, tokens=3):

@@ -32,7 +32,7 @@ def build(**options: Any) -> LanguageModel:
     attention = AttentionConfig(num_heads=2, mechanism=SPLIT, value_embedding=True)
     given: dict[str, Any] = {"ngrams": (2, 4), "ngram_buckets": BUCKETS, "logit_softcap": 1.5, "token_shift": (0, 1)}
     given |= {"depth": 2, **options}
-    config = ModelConfig(dim=10, causal=True, vocab_size=V, attention=attention, **given)
+    config = ModelConfig(**{"dim": 10, "causal": True, "vocab_size": V, "attention": attention} | given)
     model = LanguageModel(config).to(F64).eval()
     for parameter in model.parameters():  # Small tables and logits would hide mistakes.
         torch.nn.init.normal_(parameter, std=0.5)
@@ -85,6 +85,20 @@ def test_generation_sessions_and_checkpoints(tmp_path: Any) -> None:
     assert torch.equal(load(tmp_path / "model").eval()(tokens), model(tokens))
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_steps_of_the_decode_loop_equal_the_whole(rows: int) -> None:
+    """By `decode_function` and by `decode_step`: greedy tokens, which repeat, would hide a difference."""
+    model, tokens = build(), torch.randint(V, (rows, T))
+    expected, stack = model(tokens), model.transformer.stack
+    with torch.inference_mode():
+        state = model.extend(tokens[:, :5], model.new_state(rows, max_length=T, dtype=F64))[1]
+        state = stack.share_length(stack.decode_state(state, F64))
+        step = model.decode_function(state)
+        assert (step is None) == (rows > 1)
+        for i in range(5, T):
+            same(model.decode_step(tokens[:, i], state)[0] if step is None else step(tokens[:, i]), expected[:, i])
+
+
 def test_the_embedding_of_a_token_depends_on_its_ngrams_alone() -> None:
     torch.manual_seed(0)
     layer, tokens = NgramEmbedding(5, (2, 4), 65_537), torch.randint(V, (2, T))
@@ -122,6 +136,15 @@ def test_values_are_those_of_the_projection_and_of_the_token() -> None:
         layer.project(x, layout)
     with pytest.raises(ValueError, match="build a LanguageModel, or set vocab_size"):
         Attention(10, AttentionConfig(num_heads=2, value_embedding=True))
+
+
+def test_a_layer_that_is_computed_at_once_has_no_value_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
+    linformer = {"mechanism": "linformer", "rank": 3, "max_length": T}
+    attention = AttentionConfig(num_heads=2, mechanism=linformer, value_embedding=True, qkv_bias=False)
+    model, tokens = build(causal=False, attention=attention), torch.randint(V, (2, T))
+    found = model(tokens)
+    monkeypatch.setattr(Attention, "_attend_layer", lambda *_: None)
+    same(found, model(tokens))
 
 
 def test_capped_logits_have_one_loss_in_every_form(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from longspan.train.loggers import RunLogger
 from longspan.train.muon import MuonAdamW, _orthogonal_steps, layer_matrices, orthogonalize
 from longspan.train.setup import (
     batches_per_step,
+    compile_mode,
     learning_rate,
     make_accelerator,
     make_optimizer,
@@ -249,6 +250,13 @@ def test_the_learning_rate_decays_as_asked() -> None:
     np.testing.assert_allclose(rates(decay_type="linear")[2:], [1.5, 1.0, 0.5, 0.0])
     np.testing.assert_allclose(rates(decay_type="linear", decay_ratio=0.5)[1:], [2, 2, 2, 1, 0])
     np.testing.assert_allclose(rates(decay_ratio=0.5, min_lr=0.5)[3:], [2, 1.5, 1])
+
+
+def test_cuda_graphs_do_not_accumulate_gradients() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert compile_mode(train_config(), cuda) == "reduce-overhead"
+    assert compile_mode(train_config(accumulate=2), cuda) is None
+    assert compile_mode(train_config(), cpu) is None
 
 
 def test_steps_grow() -> None:
