@@ -228,6 +228,16 @@ def test_without_a_final_state(case: Case) -> None:
 
 
 @interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_columns_need_not_be_dense() -> None:
+    case = Case(state=False)
+    d_out, d_kv, (q, k, v, *rest) = arguments(case, torch.float32, "cpu")
+    transposed = [x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0) for x in (q, k, v)]
+    expected, found = (by_kernels(case, (d_out, d_kv, (*x, *rest))) for x in ((q, k, v), transposed))
+    assert all(map(torch.equal, found, expected))
+
+
+@interpreted
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("state", [False, True])

@@ -69,7 +69,8 @@ class CausalPlan(Plan):
         self, q: Tensor, v: Tensor, *, den: bool = True
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Allocate out, den if it is not part of a workspace, and the sums and shift after the last token if wanted."""
-        out = torch.empty_like(v) if self.out_like_v else v.new_empty(self.out_shape)
+        dense = torch.contiguous_format
+        out = torch.empty_like(v, memory_format=dense) if self.out_like_v else v.new_empty(self.out_shape)
         normalizer = q.new_empty(self.den_shape, dtype=torch.float32) if den else None
         if not self.final:
             return out, normalizer, None, None
