@@ -91,7 +91,7 @@ class TrainConfig:
     weight_decay: float = 0.1
     """Weight decay (matrices only)."""
     ngram_decay: float = 0.0
-    """Decay of n-gram tables from the second epoch on: to e^-this in one."""
+    """Decay of n-gram tables per epoch, from the second on."""
     betas: tuple[float, ...] = (0.9, 0.95)
     """AdamW betas."""
     clip: float = 1.0
@@ -99,7 +99,7 @@ class TrainConfig:
     carry_state: bool = False
     """Carry states over to the next sequence (truncated BPTT)."""
     chunk_length: int | None = None
-    """Train in chunks of this many tokens: same gradients, less memory."""
+    """Train in chunks of N tokens: same gradients, less memory."""
     packing: Switch = "auto"
     """Pack documents into sequences; auto: if they are short."""
     mask_rate: float = 0.15

@@ -114,8 +114,8 @@ def test_a_run_carries_the_state_through_a_document(tmp_path: Path) -> None:
     text = (" ".join(random.Random(4).choice(WORDS) for _ in range(40)))[:171].encode()
     (tmp_path / "text.txt").write_bytes(text)
     # The learning rate is too small to change the model, which reads the document twice.
-    still = {"lr": 1e-12, "weight_decay": 0, "batch_size": 1, "context": 20, "held_out": 0, "steps": 18}
-    still["model.zero_init_residual"] = "false"  # Layers that begin at zero would hide the state.
+    still = {"lr": 1e-12, "weight_decay": 0, "ngram_decay": 0, "batch_size": 1, "context": 20, "held_out": 0}
+    still |= {"steps": 18, "model.zero_init_residual": "false"}  # Layers that begin at zero would hide the state.
     records = trained(tmp_path / "text.txt", tmp_path / "run", carry_state=True, **still)
     losses = [r["loss"] for r in records if "loss" in r]
     counts = [20] * 8 + [10]
