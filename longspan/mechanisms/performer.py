@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +22,9 @@ from longspan.ops.common.torch_private import in_backward
 from longspan.protocol import FeatureMap
 from longspan.utils import choose
 
+# By default: the most that kernels of decode steps and of float16 take. Kernels compute tiles of 64.
+NUM_FEATURES = 256
+
 
 class PerformerAttention(LinearAttention):
     """Choromanski et al., 2021: exp(q·k/√D) estimated by M positive orthogonal random features.
@@ -35,7 +37,7 @@ class PerformerAttention(LinearAttention):
         head_dim: D.
         num_kv_heads: Hkv, shared by groups of query heads; H unless given.
         value_dim: E; D unless given.
-        num_features: M, ⌊D ln D⌋ unless given.
+        num_features: M, 256 unless given.
         kernel: "softmax", or an activation (a name or a function) for the generalized kernel activation(w·x) + epsilon.
         projection: Whether features are of w·x, or of x itself; "softmax" without is `linear` with its softmax map.
         row_norms: "sampled" as of Gaussian vectors, or "unit", all √D.
@@ -69,7 +71,7 @@ class PerformerAttention(LinearAttention):
         if redraw_interval is not None and redraw_interval < 1:
             raise ValueError(f"redraw_interval must be positive, or None for never, got {redraw_interval}")
         choose("row_norms", row_norms, ("sampled", "unit"))
-        number = num_features or max(1, math.floor(head_dim * math.log(head_dim)))
+        number = num_features or NUM_FEATURES
         feature_map: FeatureMap
         if kernel == "softmax":
             if not projection and epsilon:

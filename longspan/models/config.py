@@ -360,11 +360,21 @@ def _build(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
 
 
 def _migrated(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert values written before version 0.2: `normalise`, `rank_step`, and legacy fields outside `legacy`."""
+    """Convert values written before version 0.2.
+
+    These have `normalise`, `rank_step`, legacy fields outside `legacy`, and ⌊D ln D⌋ features where none are given.
+    """
     given: dict[str, Any] = _respelled(values)
     legacy = given.pop("legacy", {})
-    legacy |= {f.name: given.pop(f.name) for f in dataclasses.fields(LegacyConfig) if f.name in given}
+    outside = {f.name: given.pop(f.name) for f in dataclasses.fields(LegacyConfig) if f.name in given}
+    legacy |= outside
     groups = {name: group for name in _GROUPS if isinstance(group := {**given, **legacy}.get(name), dict)}
+    for name in ("attention", "cross", "axial") if outside else ():
+        if name in groups:
+            heads = groups[name].get("num_heads", AttentionConfig.num_heads)
+            head_dim = groups[name].get("head_dim") or given.get("dim", ModelConfig.dim) // heads
+            spec = groups[name].get("mechanism", AttentionConfig.mechanism)
+            groups[name]["mechanism"] = _with_features(spec, head_dim)
     for name in ("attention", "cross", "axial"):
         step = groups.get(name, {}).pop("rank_step", 0)
         if step:
@@ -386,6 +396,18 @@ def _respelled(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {"normalize" if name == "normalise" else name: _respelled(x) for name, x in value.items()}
     return [_respelled(x) for x in value] if isinstance(value, list | tuple) else value
+
+
+def _with_features(spec: Any, head_dim: int) -> Any:
+    """Return mechanisms in which performer has the number of features that it had by default before version 0.2."""
+    if isinstance(spec, list | tuple):
+        return [_with_features(each, head_dim) for each in spec]
+    options = {"mechanism": spec} if isinstance(spec, str) else dict(spec)
+    if "parts" in options:
+        options["parts"] = _with_features(options["parts"], head_dim)
+    if options.get("mechanism") == "performer" and options.get("projection", True):
+        options["num_features"] = options.get("num_features") or max(1, math.floor(head_dim * math.log(head_dim)))
+    return options
 
 
 def _shrinking(attention: Mapping[str, Any], step: int, depth: int) -> list[Spec]:

@@ -55,10 +55,6 @@ PRESETS = {
 }
 
 
-# Kernels compute features in tiles of 64: ⌊D ln D⌋, 266 for heads of 64, would cost as much as 320.
-NUM_FEATURES = 256
-
-
 def named_mechanism(name: str, num_heads: int, context: int) -> Values:
     """Return the fields of AttentionConfig for a mechanism given by its name.
 
@@ -75,7 +71,7 @@ def named_mechanism(name: str, num_heads: int, context: int) -> Values:
     known: dict[str, Values] = {
         "local": {"mechanism": "local", "window": window},
         "linear": linear,
-        "performer": {"mechanism": "performer", "num_features": NUM_FEATURES},
+        "performer": {"mechanism": "performer", "num_features": 256},
         "linformer": {"mechanism": "linformer", "rank": window, "max_length": context, "periodic": True},
         "split": half_local(num_heads, window, linear),
     }

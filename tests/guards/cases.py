@@ -176,15 +176,16 @@ def _mechanisms() -> dict[str, tuple[str, dict[str, Any]]]:
     add("linear", "blind-softmax-feature", blind_spot=3, feature_map="softmax", **zero)
     add("linear", "blind-elu-none", blind_spot=2, feature_map="elu", normalize="none", first_bucket="zero")
 
-    add("performer", "plain")
+    add("performer", "plain", num_features=5)
     add("performer", "unit-grouped", num_features=11, row_norms="unit", **GROUPED)
     add("performer", "epsilon", num_features=11, epsilon=1e-2)
-    add("performer", "epsilon-grouped", epsilon=1e-4, **GROUPED)
+    add("performer", "epsilon-grouped", num_features=5, epsilon=1e-4, **GROUPED)
     add("performer", "epsilon-phantom", num_features=7, epsilon=1e-3, phantom=1e-6)
-    add("performer", "feature", normalize="feature")
-    add("performer", "generalized-relu", kernel="relu")
-    add("performer", "generalized-relu-phantom", kernel="relu", phantom=0.01)
-    add("performer", "generalized-gelu-grouped", kernel="gelu", epsilon=0.5, row_norms="unit", **GROUPED)
+    add("performer", "feature", num_features=5, normalize="feature")
+    add("performer", "generalized-relu", num_features=5, kernel="relu")
+    add("performer", "generalized-relu-phantom", num_features=5, kernel="relu", phantom=0.01)
+    unit = {"epsilon": 0.5, "row_norms": "unit", **GROUPED}
+    add("performer", "generalized-gelu-grouped", num_features=5, kernel="gelu", **unit)
     add("performer", "generalized-plain", kernel="softplus", projection=False)
     add("performer", "generalized-exp", kernel="exp", num_features=5)
     add("performer", "without-projection", projection=False)
@@ -208,14 +209,15 @@ def _mechanisms() -> dict[str, tuple[str, dict[str, Any]]]:
     def part(mechanism: str, num_heads: int, **options: Any) -> dict[str, Any]:
         return {"mechanism": mechanism, "num_heads": num_heads, **options}
 
-    add("split", "local-performer", parts=[part("local", 1, window=5), part("performer", 1)])
+    add("split", "local-performer", parts=[part("local", 1, window=5), part("performer", 1, num_features=5)])
     three = [part("linear", 2, feature_map="softmax"), part("softmax", 2), part("linformer", 2, bias=True, **table)]
     add("split", "three-grouped", num_heads=6, num_kv_heads=3, parts=three)
     single = [part("local", 1, window=4, look_back=1), part("linear", 2, blind_spot=4)]
     single += [part("linformer", 1, rank=4, max_length=5, periodic=True)]
     add("split", "three-single", parts=single, **SINGLE)
     nested = [part("softmax", 1), part("linear", 2, normalize="feature")]
-    add("split", "nested", num_heads=4, parts=[part("performer", 1, epsilon=1e-3), part("split", 3, parts=nested)])
+    nested = [part("performer", 1, num_features=5, epsilon=1e-3), part("split", 3, parts=nested)]
+    add("split", "nested", num_heads=4, parts=nested)
     return found
 
 
@@ -439,7 +441,8 @@ def run_image(options: Mapping[str, Any]) -> Result:
     options = dict(options)
     mechanism = options.pop("mechanism", None)
     if mechanism is not None:
-        mechanism = build_mechanism(mechanism, 2, D, value_dim=E)
+        given = {"num_features": 5} if mechanism == "performer" else {}
+        mechanism = build_mechanism(mechanism, 2, D, value_dim=E, **given)
     model = fill(longspan.ImageAttention(6, mechanism, **options).double())
     result = Result(facts={"state_dict": described(model)})
     x = draw("map", B, 6, 5, 7).requires_grad_()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -67,10 +65,9 @@ def _() -> None:
         assert_same(mechanism(q, k, v, causal=causal), kernel_attention(favor(q, w), favor(k, w), v, causal))
 
 
-@pytest.mark.parametrize("dim", [1, 2, 5, 64, 128])
+@pytest.mark.parametrize("dim", [1, 5, 128])
 def test_performer_default_number_of_features(dim: int) -> None:
-    mechanism = build_mechanism("performer", 1, dim)
-    assert len(mechanism.feature_map.projection) == max(1, math.floor(dim * math.log(dim)))
+    assert len(build_mechanism("performer", 1, dim).feature_map.projection) == 256
 
 
 # Householder's Q alone leans to one side (Mezzadri, 2007): each column needs the sign of R's diagonal.

@@ -152,6 +152,21 @@ def test_a_legacy_configuration_names_the_field_that_is_wrong(text: str, options
         LegacyConfig(**options)
 
 
+def test_performers_of_version_0_1_keep_their_number_of_features() -> None:
+    parts = [{"mechanism": "performer", "num_heads": 1}, {"mechanism": "linear", "num_heads": 1}]
+    plain, given = {"mechanism": "performer", "projection": False}, {"mechanism": "performer", "num_features": 7}
+    mechanisms = ["performer", {"mechanism": "split", "parts": parts}, plain, given]
+    old = {"dim": 16, "attention": {"num_heads": 2, "mechanism": mechanisms}, "sum_streams": False}
+    layers = ModelConfig.from_dict(old).attention.mechanism
+    first, part = layers[0]["num_features"], layers[1]["parts"][0]["num_features"]
+    assert first == part == 16  # ⌊8 ln 8⌋
+    assert layers[2:] == (plain, given)
+    cross = {"num_heads": 2, "head_dim": 5, "mechanism": {"mechanism": "performer", "num_features": None}}
+    assert ModelConfig.from_dict({**old, "cross": cross}).cross.mechanism["num_features"] == 8
+    del old["sum_streams"]  # as in later versions
+    assert ModelConfig.from_dict(old).attention.mechanism[0] == "performer"
+
+
 def test_configurations_of_version_0_1_are_migrated() -> None:
     linformer = {"mechanism": "linformer", "rank": 5}
     linear = {"mechanism": "linear", "normalise": "query"}

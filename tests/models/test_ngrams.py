@@ -96,7 +96,9 @@ def test_steps_of_the_decode_loop_equal_the_whole(rows: int) -> None:
         step = model.decode_function(state)
         assert (step is None) == (rows > 1)
         for i in range(5, T):
-            same(model.decode_step(tokens[:, i], state)[0] if step is None else step(tokens[:, i]), expected[:, i])
+            assert_same(
+                model.decode_step(tokens[:, i], state)[0] if step is None else step(tokens[:, i]), expected[:, i]
+            )
 
 
 def test_the_embedding_of_a_token_depends_on_its_ngrams_alone() -> None:
@@ -144,7 +146,7 @@ def test_a_layer_that_is_computed_at_once_has_no_value_embedding(monkeypatch: py
     model, tokens = build(causal=False, attention=attention), torch.randint(V, (2, T))
     found = model(tokens)
     monkeypatch.setattr(Attention, "_attend_layer", lambda *_: None)
-    same(found, model(tokens))
+    assert_same(found, model(tokens))
 
 
 def test_capped_logits_have_one_loss_in_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
