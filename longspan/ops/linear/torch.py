@@ -77,7 +77,8 @@ def new_starts(x: LinearInputs, problem: LinearProblem) -> tuple[Tensor, Tensor]
     With an epsilon, Σ[v, 1] is one more feature.
     """
     assert x.kv is not None
-    most = x.k.shape[1] // (_chunk(problem.bucket) * GROUP) + 2
+    size, number = _group_size(problem.bucket)
+    most = x.k.shape[1] // (size * number) + 2
     starts = x.kv.new_zeros(most, x.kv.shape[0] * x.kv.shape[1], x.kv.shape[3], x.kv.shape[2] + bool(problem.epsilon))
     return starts, starts.new_zeros(starts.shape[:2])
 
@@ -174,18 +175,20 @@ class _Span(NamedTuple):
 
 def _spans(x: LinearInputs, problem: LinearProblem) -> list[_Span]:
     """Groups of full chunks, and the remainder as one smaller chunk. A chunk is a multiple of a bucket."""
-    T, size = x.k.shape[1], _chunk(problem.bucket)
+    T, (size, number) = x.k.shape[1], _group_size(problem.bucket)
     found, start = [], 0
     while start < T:
-        width = min((T - start) // size, GROUP) * size or T - start
+        width = min((T - start) // size, number) * size or T - start
         chunk = min(size, width)
         found.append(_Span(slice(start, start + width), chunk, width // chunk))
         start += width
     return found
 
 
-def _chunk(bucket: int) -> int:
-    return bucket * max(1, CHUNK // bucket)
+def _group_size(bucket: int) -> tuple[int, int]:
+    """Return the tokens in a chunk and the chunks in a group."""
+    size = bucket * max(1, CHUNK // bucket)
+    return size, max(1, CHUNK * GROUP // size)
 
 
 def _rows(tensor: Tensor, span: _Span, x: LinearInputs, *, extra: bool = False) -> Tensor:
@@ -327,7 +330,7 @@ def _by_head(rows: Tensor, span: _Span) -> Tensor:
 
 
 def _running_sums(x: Tensor, before: Tensor, *, reverse: bool = False) -> tuple[Tensor, Tensor]:
-    """Return sums of x (Y, C, E) up to each token, from `before` (B Hkv, E) on, and the last; reverse: of later ones."""
+    """Return sums of x (Y, C, E) up to each token from `before` (B Hkv, E) on, and the last; reverse: of later ones."""
     own = x.sum(1).view(-1, *before.shape)
     sums = torch.cat([before[None], own.flip(0) if reverse else own]).cumsum(0)
     starts = sums[:-1].flip(0) if reverse else sums[:-1]
