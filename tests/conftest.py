@@ -55,10 +55,11 @@ def full_precision() -> Iterator[None]:
 
 @pytest.fixture
 def small_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many chunks in a short sequence, unless a test asks for the real ones."""
+    """Many chunks in a short sequence, few sequences at once, unless a test asks for the real ones."""
     if "real_chunks" not in request.fixturenames:
         monkeypatch.setattr(chunks, "CHUNK", 4)
         monkeypatch.setattr(chunks, "GROUP", 3)
+        monkeypatch.setattr(chunks, "CACHED", 200)
 
 
 @pytest.fixture

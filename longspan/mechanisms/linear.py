@@ -364,10 +364,12 @@ class LinearAttention(Mechanism):
         return normalized_features(*features, *before, feature_map=kind, lengths=lengths)
 
     def _fused_buckets(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether the kernels compute causal attention with this blind spot."""
+        """Whether `causal_linear` computes causal attention with this blind spot; on a GPU, whether its kernels do."""
         phi = self.feature_map
         if not isinstance(phi, FusedMap) or phi.weight is not None or self.normalize != "query":
             return False
+        if q.device.type == "cpu":
+            return True
         x = LinearInputs(q, k, v, None, None, None, None, None)
         return choose_algorithm(x, phi.kind, True, self.blind_spot) != "torch"
 

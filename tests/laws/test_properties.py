@@ -31,6 +31,7 @@ few = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "CHUNK", 4)
     monkeypatch.setattr(chunks, "GROUP", 3)
+    monkeypatch.setattr(chunks, "CACHED", 200)
 
 
 @st.composite
@@ -134,14 +135,15 @@ def test_any_packing(case: Case, data: st.DataObject, lengths: list[int], causal
     dims=st.tuples(st.integers(1, 9), st.integers(1, 9)),
     size=st.tuples(st.integers(1, 3), st.integers(1, 41)),
     chunk=st.integers(1, 9),
+    cached=st.sampled_from([1, 500, chunks.CACHED]),
     kind=st.sampled_from(["elu", "softmax", "relu", "identity"]),
 )
 def test_any_shape_of_causal_linear(
-    groups: tuple[int, int], dims: tuple[int, int], size: tuple[int, int], chunk: int, kind: str
+    groups: tuple[int, int], dims: tuple[int, int], size: tuple[int, int], chunk: int, cached: int, kind: str
 ) -> None:
     (heads, group), (D, E), (B, T) = groups, dims, size
     torch.manual_seed(T)
-    before, chunks.CHUNK = chunks.CHUNK, chunk
+    before, chunks.CHUNK, chunks.CACHED = (chunks.CHUNK, chunks.CACHED), chunk, cached
     try:
         q = torch.randn(B, T, heads * group, D, dtype=torch.float64, requires_grad=True)
         k = torch.randn(B, T, heads, D, dtype=torch.float64, requires_grad=True)
@@ -156,7 +158,7 @@ def test_any_shape_of_causal_linear(
         assert_same(out, expected)
         check_gradients_by_name(gradients(out, of), gradients(expected, of))
     finally:
-        chunks.CHUNK = before
+        chunks.CHUNK, chunks.CACHED = before
 
 
 @few

@@ -58,4 +58,5 @@ def test_spans_of_features_change_no_number(
     with torch.no_grad():
         sizes.clear()
         torch.testing.assert_close(mechanism(*xs, causal=True, key_mask=mask), spans[0], rtol=1e-9, atol=1e-9)
-    assert sizes == [17, 17, 17, 10]
+    # Without a state `causal_linear` computes a blind spot.
+    assert sizes == ([] if options.get("blind_spot") else [17, 17, 17, 10])

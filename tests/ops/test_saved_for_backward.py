@@ -82,7 +82,12 @@ def test_causal_linear_saves_nothing_large(name: str, options: dict[str, object]
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("linear", {}), ("performer", {"num_features": 64}), ("performer", {"num_features": 64, "epsilon": 1e-4})],
+    [
+        ("linear", {}),
+        ("linear", {"blind_spot": 16, "first_bucket": "zero"}),
+        ("performer", {"num_features": 64}),
+        ("performer", {"num_features": 64, "epsilon": 1e-4}),
+    ],
     ids=str,
 )
 def test_fused_maps_save_inputs_output_and_a_few_sums(name: str, options: dict[str, object]) -> None:

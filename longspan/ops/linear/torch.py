@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 FLOOR = -1e30
 CHUNK = 32
 GROUP = 16
+# Features of queries, or values, of a group of chunks that are computed at once on a CPU: 1 MiB in float32.
+CACHED = 1 << 18
 # Logarithm of the largest feature of a query or key of FAVOR+, a whole number. Products of queries and keys that share
 # no large feature, e^−100 for inputs of order 10, are then representable in float32, and so are sums over 10^6 keys.
 FAVOR_LARGEST = 30.0
@@ -45,20 +47,21 @@ def forward(x: LinearInputs, problem: LinearProblem) -> tuple[Tensor, Tensor, Te
     (B, T, H, _), feature_map = q.shape, _map(problem)
     out = v.new_empty(B, T, H, v.shape[3])
     den = x.kv.new_empty(B, T, H if problem.normalize else 0)
-    kv, c, total = x.kv.flatten(0, 1).mT, x.shift.flatten(), _total(x)
+    kv, c, total = _transposed(x.kv.flatten(0, 1)), x.shift.flatten().clone(), _total(x).clone()
     M = kv.shape[2]
     starts, references = new_starts(x, problem)
-    for i, span in enumerate(_spans(x, problem)):
-        starts[i, :, :, :M], references[i] = kv, c
-        group = _Group.of(x, problem, span, c)
+    for span in _spans(x, problem):
+        i, here = span.group, span.sequences
+        starts[i, here, :, :M], references[i, here] = kv[here], c[here]
+        group = _Group.of(x, problem, span, c[here])
         query = feature_map.query(_rows(q, span, x), x.weight)[0]
-        before, kv = group.sums(kv)
+        before, kv[here] = group.sums(kv[here])
         read = group.towards_start(torch.bmm(query, before.mT))
         if group.inside:
             read.baddbmm_(group.weigh(query, group.f), group.v)
         if problem.epsilon:
-            starts[i, :, :, M] = total
-            prefix, total = _running_sums(group.v, total)
+            starts[i, here, :, M] = total[here]
+            prefix, total[here] = _running_sums(group.v, total[here])
             mass = problem.epsilon * query.sum(-1, keepdim=True)
             _by_head(read, span).addcmul_(_by_head(mass, span), prefix[:, None])
         if problem.normalize:
@@ -66,9 +69,8 @@ def forward(x: LinearInputs, problem: LinearProblem) -> tuple[Tensor, Tensor, Te
             _put_product(out, read[..., :-1], _inverse(read[..., -1:], feature_map.log_largest), span, x)
         else:
             _put(out, read, span, x)
-        c = group.last
-    kv = kv.mT.reshape(x.kv.shape).clone(memory_format=torch.contiguous_format)
-    return out, kv, c.reshape(B, -1).clone(), den, starts, references
+        c[here] = group.last
+    return out, _transposed(kv).view(x.kv.shape), c.view(B, -1), den, starts, references
 
 
 def new_starts(x: LinearInputs, problem: LinearProblem) -> tuple[Tensor, Tensor]:
@@ -77,9 +79,14 @@ def new_starts(x: LinearInputs, problem: LinearProblem) -> tuple[Tensor, Tensor]
     With an epsilon, Σ[v, 1] is one more feature.
     """
     assert x.kv is not None
-    most = x.k.shape[1] // (_chunk(problem.bucket) * GROUP) + 2
+    size, number = _group_size(problem.bucket)
+    most = x.k.shape[1] // (size * number) + 2
     starts = x.kv.new_zeros(most, x.kv.shape[0] * x.kv.shape[1], x.kv.shape[3], x.kv.shape[2] + bool(problem.epsilon))
     return starts, starts.new_zeros(starts.shape[:2])
+
+
+def _transposed(sums: Tensor) -> Tensor:
+    return sums.mT.clone(memory_format=torch.contiguous_format)
 
 
 def _total(x: LinearInputs) -> Tensor:
@@ -99,24 +106,25 @@ def backward(
     assert references is not None
     feature_map = _map(problem)
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    d_kv = (torch.zeros_like(x.kv) if d_kv is None else d_kv).flatten(0, 1).mT
+    d_kv = _transposed((torch.zeros_like(x.kv) if d_kv is None else d_kv).flatten(0, 1))
     M, d_total = d_kv.shape[2], torch.zeros_like(_total(x))
     inverse = _inverse(den, feature_map.log_largest)[..., None] if problem.normalize else None
-    for i, span in reversed(list(enumerate(_spans(x, problem)))):
-        group = _Group.of(x, problem, span, references[i])
+    for span in reversed(_spans(x, problem)):
+        i, here = span.group, span.sequences
+        group = _Group.of(x, problem, span, references[i, here])
         rows = _rows(q, span, x)
         query = feature_map.query(rows, weight)[0]
         d_num, scaled, factor = _rows(d_out, span, x, extra=problem.normalize), query, None
         if inverse is not None:
             # 1/den multiplies the features: the weights are then at most one, while gradients could overflow.
             assert out is not None
-            d_den = (d_out[:, span.tokens].to(den.dtype) * out[:, span.tokens]).sum(-1, keepdim=True)
-            d_num[..., -1:] = -_rows(d_den, span._replace(tokens=slice(0, None)), x)
+            d_den = (_by_chunks(d_out, span, x).to(den.dtype) * _by_chunks(out, span, x)).sum(-1)
+            d_num[..., -1] = -d_den.reshape(d_num.shape[:2])
             factor = _rows(inverse, span, x)
             scaled = query * factor
         row = group.towards_start(d_num)
-        d_query = torch.bmm(row, group.sums(starts[i, :, :, :M])[0])
-        d_kv, d_own = group.sums_grad(row, scaled, d_kv)
+        d_query = torch.bmm(row, group.sums(starts[i, here, :, :M])[0])
+        d_kv[here], d_own = group.sums_grad(row, scaled, d_kv[here])
         d_f = group.towards_end(torch.bmm(group.v, d_own))
         d_v = torch.bmm(group.f_end, d_own[:, :E].mT)
         if group.inside:
@@ -125,11 +133,12 @@ def backward(
             d_f.baddbmm_(d_scores.mT, scaled)
             d_v.baddbmm_(group.weigh(scaled, group.f).mT, d_num[..., :E])
         if problem.epsilon:
-            prefix = _running_sums(group.v, starts[i, :, :, M])[0]
+            prefix = _running_sums(group.v, starts[i, here, :, M])[0]
             d_mass = (_by_head(d_num, span) * prefix[:, None]).sum(-1, keepdim=True).flatten(1, 2)
             d_query += problem.epsilon * d_mass
             mass = problem.epsilon * scaled.sum(-1, keepdim=True)
-            suffix, d_total = _running_sums(_by_head(d_num * mass, span).sum(1), d_total, reverse=True)
+            given = _by_head(d_num * mass, span).sum(1)
+            suffix, d_total[here] = _running_sums(given, d_total[here], reverse=True)
             d_v += suffix[..., :E]
         d_query = d_query if factor is None else d_query.mul_(factor)
         if group.hidden is not None:
@@ -137,8 +146,7 @@ def backward(
         _put(dq, feature_map.query_grad(d_query, rows, query, weight), span, x)
         _put(dk, feature_map.key_grad(d_f, group.k, group.f, weight), span, x)
         _put(dv, d_v, span, x)
-    d_kv = d_kv.mT.reshape(x.kv.shape).clone(memory_format=torch.contiguous_format)
-    return dq, dk, dv, d_kv, None if x.total is None else d_total.reshape(x.total.shape)
+    return dq, dk, dv, _transposed(d_kv).view(x.kv.shape), None if x.total is None else d_total.reshape(x.total.shape)
 
 
 def safe_divide(x: Tensor, z: Tensor, log_largest: float = 0.0) -> Tensor:
@@ -165,27 +173,49 @@ def smallest_normalizer(dtype: torch.dtype, log_largest: float = 0.0) -> float:
 
 
 class _Span(NamedTuple):
-    """Tokens that are processed together, in chunks of one size."""
+    """Tokens of some sequences that are processed together, in chunks of one size."""
 
+    group: int
     tokens: slice
     size: int
-    number: int
+    rows: slice  # of the batch
+    heads: slice  # of the keys
+    sequences: slice  # of rows times heads
 
 
 def _spans(x: LinearInputs, problem: LinearProblem) -> list[_Span]:
-    """Groups of full chunks, and the remainder as one smaller chunk. A chunk is a multiple of a bucket."""
-    T, size = x.k.shape[1], _chunk(problem.bucket)
-    found, start = [], 0
+    """Groups of full chunks, and the remainder as one smaller chunk. A chunk is a multiple of a bucket.
+
+    Tokens of a sequence follow one another.
+    """
+    T, (size, number) = x.k.shape[1], _group_size(problem.bucket)
+    found: list[tuple[int, slice, int]] = []
+    start = 0
     while start < T:
-        width = min((T - start) // size, GROUP) * size or T - start
-        chunk = min(size, width)
-        found.append(_Span(slice(start, start + width), chunk, width // chunk))
+        width = min((T - start) // size, number) * size or T - start
+        found.append((len(found), slice(start, start + width), min(size, width)))
         start += width
-    return found
+    return [_Span(*group, *part) for part in _parts(x, min(T, size * number)) for group in found]
 
 
-def _chunk(bucket: int) -> int:
-    return bucket * max(1, CHUNK // bucket)
+def _parts(x: LinearInputs, tokens: int) -> list[tuple[slice, slice, slice]]:
+    """Rows, heads and sequences whose tensors of so many tokens fit in cache."""
+    (B, _, Hkv, _), H = x.k.shape, x.q.shape[2]
+    assert x.kv is not None
+    if x.k.device.type != "cpu" or is_exporting():
+        return [(slice(None), slice(None), slice(None))]
+    step = max(1, CACHED // max(1, tokens * max(x.kv.shape[2], x.v.shape[3]) * H // Hkv))
+    if step < Hkv:
+        starts = [(b, h, min(step, Hkv - h)) for b in range(B) for h in range(0, Hkv, step)]
+        return [(slice(b, b + 1), slice(h, h + n), slice(b * Hkv + h, b * Hkv + h + n)) for b, h, n in starts]
+    step //= Hkv
+    return [(slice(b, b + step), slice(None), slice(b * Hkv, (b + step) * Hkv)) for b in range(0, B, step)]
+
+
+def _group_size(bucket: int) -> tuple[int, int]:
+    """Return the tokens in a chunk and the chunks in a group."""
+    size = bucket * max(1, CHUNK // bucket)
+    return size, max(1, CHUNK * GROUP // size)
 
 
 def _rows(tensor: Tensor, span: _Span, x: LinearInputs, *, extra: bool = False) -> Tensor:
@@ -215,8 +245,8 @@ def _put_product(into: Tensor, rows: Tensor, factor: Tensor, span: _Span, x: Lin
 
 def _by_chunks(tensor: Tensor, span: _Span, x: LinearInputs) -> Tensor:
     """View (N, B, Hkv, G, C, ·) of a span of (B, T, heads, ·)."""
-    chunks = tensor[:, span.tokens].unflatten(1, (-1, span.size)).unflatten(3, (x.k.shape[2], -1))
-    return chunks.permute(1, 0, 3, 4, 2, 5)
+    chunks = tensor[span.rows, span.tokens].unflatten(1, (-1, span.size)).unflatten(3, (x.k.shape[2], -1))
+    return chunks[:, :, :, span.heads].permute(1, 0, 3, 4, 2, 5)
 
 
 class _Group(NamedTuple):
@@ -244,7 +274,8 @@ class _Group(NamedTuple):
         hidden = None
         if x.lengths is not None:
             slot = torch.arange(span.tokens.start, span.tokens.stop, device=k.device)
-            hidden = (slot >= x.lengths[:, None]).repeat_interleave(x.k.shape[2], 0)
+            heads = len(range(x.k.shape[2])[span.heads])
+            hidden = (slot >= x.lengths[span.rows, None]).repeat_interleave(heads, 0)
             hidden = hidden.unflatten(1, (-1, span.size)).transpose(0, 1).reshape(-1, span.size)
             f, v = (y.masked_fill(hidden[..., None], 0) for y in (f, v))
             beta = None if beta is None else beta.masked_fill(hidden, FLOOR)
@@ -327,7 +358,7 @@ def _by_head(rows: Tensor, span: _Span) -> Tensor:
 
 
 def _running_sums(x: Tensor, before: Tensor, *, reverse: bool = False) -> tuple[Tensor, Tensor]:
-    """Return sums of x (Y, C, E) up to each token, from `before` (B Hkv, E) on, and the last; reverse: of later ones."""
+    """Return sums of x (Y, C, E) up to each token from `before` (B Hkv, E) on, and the last; reverse: of later ones."""
     own = x.sum(1).view(-1, *before.shape)
     sums = torch.cat([before[None], own.flip(0) if reverse else own]).cumsum(0)
     starts = sums[:-1].flip(0) if reverse else sums[:-1]
