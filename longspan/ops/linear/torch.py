@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 # The log scale of no key: exp(FLOOR − x) is 0 for any real x, and FLOOR − FLOOR is 0 where −inf would give NaN.
 FLOOR = -1e30
-CHUNK = 32
-GROUP = 16
+# Tokens in a chunk and in a group. Shorter chunks compute less, and launch more, which costs a GPU more.
+CHUNK, CPU_CHUNK, GROUP = 64, 32, 512
 # Features of queries, or values, of a group of chunks that are computed at once on a CPU: 1 MiB in float32.
 CACHED = 1 << 18
 # Logarithm of the largest feature of a query or key of FAVOR+, a whole number. Products of queries and keys that share
@@ -79,7 +79,7 @@ def new_starts(x: LinearInputs, problem: LinearProblem) -> tuple[Tensor, Tensor]
     With an epsilon, Σ[v, 1] is one more feature.
     """
     assert x.kv is not None
-    size, number = _group_size(problem.bucket)
+    size, number = _group_size(x, problem)
     most = x.k.shape[1] // (size * number) + 2
     starts = x.kv.new_zeros(most, x.kv.shape[0] * x.kv.shape[1], x.kv.shape[3], x.kv.shape[2] + bool(problem.epsilon))
     return starts, starts.new_zeros(starts.shape[:2])
@@ -188,7 +188,7 @@ def _spans(x: LinearInputs, problem: LinearProblem) -> list[_Span]:
 
     Tokens of a sequence follow one another.
     """
-    T, (size, number) = x.k.shape[1], _group_size(problem.bucket)
+    T, (size, number) = x.k.shape[1], _group_size(x, problem)
     found: list[tuple[int, slice, int]] = []
     start = 0
     while start < T:
@@ -212,10 +212,11 @@ def _parts(x: LinearInputs, tokens: int) -> list[tuple[slice, slice, slice]]:
     return [(slice(b, b + step), slice(None), slice(b * Hkv, (b + step) * Hkv)) for b in range(0, B, step)]
 
 
-def _group_size(bucket: int) -> tuple[int, int]:
+def _group_size(x: LinearInputs, problem: LinearProblem) -> tuple[int, int]:
     """Return the tokens in a chunk and the chunks in a group."""
-    size = bucket * max(1, CHUNK // bucket)
-    return size, max(1, CHUNK * GROUP // size)
+    chunk = CPU_CHUNK if x.k.device.type == "cpu" else CHUNK
+    size = problem.bucket * max(1, chunk // problem.bucket)
+    return size, max(1, GROUP // size)
 
 
 def _rows(tensor: Tensor, span: _Span, x: LinearInputs, *, extra: bool = False) -> Tensor:
