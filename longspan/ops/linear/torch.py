@@ -199,7 +199,7 @@ def _spans(x: LinearInputs, problem: LinearProblem) -> list[_Span]:
 
 
 def _parts(x: LinearInputs, tokens: int) -> list[tuple[slice, slice, slice]]:
-    """Rows, heads and sequences whose tensors of so many tokens fit in cache."""
+    """Rows, heads and sequences whose tensors of this many tokens fit in cache."""
     (B, _, Hkv, _), H = x.k.shape, x.q.shape[2]
     assert x.kv is not None
     if x.k.device.type != "cpu" or is_exporting():
