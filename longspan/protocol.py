@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypedDict, TypeVar
@@ -30,6 +29,7 @@ from longspan.layout import (
     zero_fill,
 )
 from longspan.ops.common import dispatch
+from longspan.ops.common.autograd import without_autocast
 from longspan.ops.common.torch_private import register_pytree
 from longspan.ops.decode import CosSin, DecodeFunction, RotaryKind, apply_rotary, copy_out
 from longspan.ops.linear.torch import FLOOR, safe_divide
@@ -378,7 +378,7 @@ class Mechanism(nn.Module, ABC):
         """
         alone = gates is None and key_mask is None and packing is None and key_packing is None and past is None
         if alone and self._fits(q, k, v, causal):
-            with _full_precision(q):
+            with without_autocast(q):
                 if causal:
                     return self._attend_causal(q, k, v, gates=None, lengths=None)
                 return self._attend(q, k, v, gates=None, key_mask=None)
@@ -398,7 +398,7 @@ class Mechanism(nn.Module, ABC):
             )
         if not self.supports_cross and not causal:
             self._check_self(q, k, key_packing)
-        with _full_precision(q):
+        with without_autocast(q):
             if past is not None:
                 past = past if torch.is_grad_enabled() else past.clone()
                 return self._extend_resolved(past, q, k, v, gates, key_mask, packing)[0]
@@ -443,12 +443,12 @@ class Mechanism(nn.Module, ABC):
             span = PaddedSpan.of(key_mask)
             lengths = span.lengths
             q, k, v, gates = span.roll(q, k, v, gates)
-        with _full_precision(q):
+        with without_autocast(q):
             finish = self._defer(q, k, v, gates=gates, lengths=lengths, start=start)
 
         def finished(past: State) -> Tensor:
             self.check_state(past, len(q), q.dtype)
-            with _full_precision(q):
+            with without_autocast(q):
                 out = finish(past)
             return out if span is None else span.unroll(out)
 
@@ -483,7 +483,7 @@ class Mechanism(nn.Module, ABC):
         self._check_inputs(q, k, v, gates, key_mask, packing)
         self._check_causal(q, k, None)
         self.check_state(state, _batch_size(q, packing), q.dtype)
-        with _full_precision(q):
+        with without_autocast(q):
             return self._extend_resolved(state, q, k, v, gates, key_mask, packing)
 
     def write(
@@ -509,7 +509,7 @@ class Mechanism(nn.Module, ABC):
         """
         self._check_inputs(None, k, v, gates, key_mask, packing)
         self.check_state(state, _batch_size(k, packing), k.dtype)
-        with _full_precision(k):
+        with without_autocast(k):
             if 0 in k.shape[:2]:
                 return state
             if packing is not None:
@@ -527,7 +527,7 @@ class Mechanism(nn.Module, ABC):
         """Compute attention (B, T, H, E) of queries q (B, T, H, D) that are all at the last position of the state."""
         self._check_query(q)
         self.check_state(state, len(q), q.dtype)
-        with _full_precision(q):
+        with without_autocast(q):
             return self._read(state, q)
 
     def step(
@@ -542,7 +542,7 @@ class Mechanism(nn.Module, ABC):
         self._check_inputs(q, k, v, gates, None, None)
         self._check_causal(q, k, None)
         self.check_state(state, len(q), q.dtype)
-        with _full_precision(q):
+        with without_autocast(q):
             state = self._write(state, k, v, gates=gates, lengths=None)
             return self._read(state, q), state
 
@@ -953,15 +953,6 @@ def _copy_into(state: State, after: State) -> State:
         elif isinstance(old, Tensor) and old.shape == new.shape and old.dtype == new.dtype:
             kept[item.name] = old if old.data_ptr() == new.data_ptr() else old.copy_(new)
     return replace(after, **kept)
-
-
-_NO_CHANGE = nullcontext()
-
-
-def _full_precision(x: Tensor) -> AbstractContextManager[Any]:
-    """Disable autocast inside a mechanism: it would round sums over the sequence."""
-    device_type = "cpu" if x.is_meta else x.device.type
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _NO_CHANGE
 
 
 def _batch_size(x: Tensor, packing: Packing | None) -> int:

@@ -110,7 +110,7 @@ def test_an_overflowing_product_with_a_later_key_stays_later() -> None:
 
 @pytest.mark.parametrize("normalize", ["query", "feature"])
 def test_the_exponential_kernel_does_not_overflow(normalize: str) -> None:
-    m = build_mechanism("performer", 1, 5, kernel="exp", normalize=normalize).eval()
+    m = build_mechanism("performer", 1, 5, num_features=8, kernel="exp", normalize=normalize).eval()
     q, k, v = (torch.randn(1, 9, 1, 5) for _ in range(3))
     before = m(q, k, v, causal=True)
     k[:, 8] = 1000.0
@@ -377,3 +377,21 @@ def test_laws_at_64(name: str, options: dict[str, Any]) -> None:
     for law, check in LAWS.items():
         if not law.startswith("9"):
             check(builder(name, 64, **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("linear", {}), ("performer", {"epsilon": 1e-4}), ("decay", {"gate": "head"}), ("delta", {"gate": "channel"})],
+)
+def test_a_backward_pass_under_autocast_is_as_precise(name: str, options: dict[str, Any]) -> None:
+    m = build_mechanism(name, 2, 16, **options)
+    q, k, v = (torch.randn(2, 70, 2, 16, requires_grad=True) for _ in range(3))
+    gates = torch.randn(2, 70, 2, m.num_gates) if m.num_gates else None
+
+    def gradients(*, autocast: bool) -> tuple[torch.Tensor, ...]:
+        out = m(q, k, v, gates=gates, causal=True).square().sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return torch.autograd.grad(out, (q, k, v))
+
+    for found, expected in zip(gradients(autocast=True), gradients(autocast=False), strict=True):
+        assert torch.equal(found, expected)

@@ -6,6 +6,7 @@ Forward-mode gradients (torch.func.jvp) and gradients of gradients raise an erro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial, wraps
 from importlib import import_module
 from types import ModuleType
@@ -110,6 +111,15 @@ class _NoTangent(torch.autograd.Function):
             "chunked operations have reverse-mode gradients only: use backward(), or the quadratic definitions in "
             "longspan.ops.*.reference"
         )
+
+
+_AS_IT_IS = nullcontext()
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Disable autocast, which would round sums over the sequence."""
+    device_type = "cpu" if x.is_meta else x.device.type
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _AS_IT_IS
 
 
 def lazy_module(name: str) -> Callable[[], ModuleType]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, bfloat16, float32
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
+from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode, without_autocast
 from longspan.ops.common.torch_private import is_exporting
 from longspan.ops.gated import torch as torch_chunk
 from longspan.ops.gated.torch import LOG_UNDERFLOW
@@ -216,7 +216,8 @@ class _GatedLinear(DifferentiableOp):
         count = len(GatedSaved._fields)
         saved, (x, problem) = GatedSaved(*args[:count]), _problem(args[count:])
         run = torch_chunk.backward if problem.algorithm == "torch" else _kernels(problem.algorithm).backward
-        grads = zip(run(saved, x, problem), x, strict=True)
+        with without_autocast(x.q):
+            grads = zip(run(saved, x, problem), x, strict=True)
         return tuple(saved.starts.new_empty(0) if y is None else grad for grad, y in grads)
 
     @staticmethod

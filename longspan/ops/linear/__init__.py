@@ -29,6 +29,7 @@ from longspan.ops.common.autograd import (
     once_differentiable,
     refuse_forward_mode,
     run_planned,
+    without_autocast,
 )
 from longspan.ops.common.plans import cached, dense_rows, signature
 from longspan.ops.common.torch_private import forward_ad_level, is_exporting
@@ -732,7 +733,8 @@ class _CausalLinear(DifferentiableOp):
         count = len(LinearSaved._fields)
         saved, (x, problem) = LinearSaved(*args[:count]), _linear_problem(args[count:])
         run = torch_chunk.backward if problem.algorithm == "torch" else _kernels(problem.algorithm).backward
-        d_q, d_k, d_v, d_start, *rest = run(saved, x, problem)
+        with without_autocast(x.q):
+            d_q, d_k, d_v, d_start, *rest = run(saved, x, problem)
         d_total = rest[0] if rest else None
         if traced and args[count + LinearInputs._fields.index("kv")] is None:
             d_start = saved.den.new_empty(0)
