@@ -145,11 +145,11 @@ def _() -> None:
     at, rotary = torch.arange(T)[None], Rotary(dim)
     i, j = positions()
     mechanism = build("local", head_dim=dim, window=5, query_offset=3)
-    turned = rotary(q, at), rotary(k, at)
-    expected = softmax_attention(rotary(q, at + 3), turned[1], v, (i - j).abs() < 5, scale=dim**-0.5)
-    assert_same(mechanism(*turned, v), expected)
-    state = mechanism.write(mechanism.new_state(B, dtype=torch.float64), turned[1], v)
-    assert_same(mechanism.read(state, turned[0][:, -1:]), expected[:, -1:])
+    rotated = rotary(q, at), rotary(k, at)
+    expected = softmax_attention(rotary(q, at + 3), rotated[1], v, (i - j).abs() < 5, scale=dim**-0.5)
+    assert_same(mechanism(*rotated, v), expected)
+    state = mechanism.write(mechanism.new_state(B, dtype=torch.float64), rotated[1], v)
+    assert_same(mechanism.read(state, rotated[0][:, -1:]), expected[:, -1:])
     plain, further = (build("local", head_dim=dim, window=5, xpos=2.0, query_offset=n) for n in (0, 3))
     assert_same(further(q, k, v), plain(xpos_rotate(q, torch.tensor([3]), 2.0), k, v))
     with pytest.raises(ValueError, match="query_offset rotates pairs of features and needs an even head_dim, got 5"):
@@ -169,7 +169,7 @@ def _() -> None:
 
 @checks("local", "xpos")
 def _() -> None:
-    """Pairs as complex numbers, turned and scaled by their positions: far keys fade."""
+    """Pairs as complex numbers, rotated and scaled by their positions: far keys decay."""
     dim, base = 6, 3.0
     q, k = (torch.randn(B, T, H, dim, dtype=torch.float64) for _ in range(2))
     _, _, v = inputs()
