@@ -520,7 +520,8 @@ class Engine:
                     return False
                 self._wake.wait()
             now = time.monotonic()
-            while self._deadlines and self._deadlines[0][0] <= now:
+            # Those of jobs that have ended are removed too: with a timeout of a day there would be many.
+            while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2] not in self._jobs):
                 self._end_job(heapq.heappop(self._deadlines)[2], "timeout")
             for generation in self._cancelled:
                 self._end_job(generation, "cancelled")
