@@ -210,6 +210,8 @@ def _plot(path: Path, results: list[LoadResult]) -> bool:
         return False
     from matplotlib.figure import Figure
 
+    from longspan.train.plots import to_png
+
     figure = Figure(figsize=(9, 3), layout="constrained")
     throughput, *times = figure.subplots(1, 3)
     loads = [x.load for x in results]
@@ -226,5 +228,5 @@ def _plot(path: Path, results: list[LoadResult]) -> bool:
         axis.set_xlabel("load")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
+    write_atomically(path, to_png(figure, dpi=150))
     return True
