@@ -124,7 +124,6 @@ class _Reading:
 
     def __init__(self, request: Request, keys: list[bytes]) -> None:
         self.tokens = request.tokens[:-1]
-        self.length = len(self.tokens)
         self.keys, self.own = keys, []  # type: tuple[list[bytes], list[bytes]]
         self.position = 0
         self.state: Tensor | None = None  # packed
@@ -133,7 +132,7 @@ class _Reading:
 
     @property
     def done(self) -> bool:
-        return self.position == self.length
+        return self.position == len(self.tokens)
 
 
 class _Choice:
