@@ -120,6 +120,8 @@ class ServeFlags:
                 raise ValueError(f"--{name.replace('_', '-')} must be a positive number of seconds, got {value}")
         for name in ("max_body", "cache", "cache_disk", "state_disk"):
             parse_bytes(f"--{name.replace('_', '-')}", getattr(self, name))
+        if self.quantize_text is not None and (self.quantize, self.state_dtype) == ("none", "exact"):
+            raise ValueError("--quantize-text measures the loss of --quantize or --state-dtype: give one of them too")
         if "" in self.api_key:
             raise ValueError("--api-key is empty: give a key")
 

@@ -232,6 +232,7 @@ def test_sizes(text, number):
     (["--speculation", "nowhere"], "nowhere"),
     (["--chat-template", "nowhere"], "nowhere"),
     (["--quantize", "int8", "--quantize-text", "nowhere"], "nowhere"),
+    (["--quantize-text", "text"], "--quantize-text measures the loss of --quantize or --state-dtype"),
     (["--host", "256.1.1.1", "--port", "0"], "cannot listen on 256.1.1.1:0"),
     (["--max-length", "99999999999"], "max_length must be at most"),
 ])  # fmt: skip
