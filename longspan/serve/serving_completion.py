@@ -218,17 +218,17 @@ class ServedModel:
         return content if self.codec.is_bytes else self.codec.encode(content)
 
     def _max_tokens(self, body: CompletionBody | ChatBody, held: int) -> int:
-        given, room = body.max_tokens, self.limits.tokens
+        given, limit = body.max_tokens, self.limits.tokens
         if isinstance(body, ChatBody):
             if body.max_completion_tokens is not None and given not in (None, body.max_completion_tokens):
                 raise ValueError("max_tokens and max_completion_tokens are one option: give one of them")
             given = body.max_completion_tokens if given is None else given
             if given is None:
                 left = math.inf if self.engine.max_length is None else self.engine.max_length - held
-                return max(1, int(min(room, left)))
-        given = min(_COMPLETION_TOKENS, room) if given is None else given
-        if not 0 <= given <= room:
-            raise ValueError(f"max_tokens must be from 0 to {room}, got {given}")
+                return max(1, int(min(limit, left)))
+        given = min(_COMPLETION_TOKENS, limit) if given is None else given
+        if not 0 <= given <= limit:
+            raise ValueError(f"max_tokens must be from 0 to {limit}, got {given}")
         return given
 
     def _timeout(self, given: float | None) -> float | None:
