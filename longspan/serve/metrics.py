@@ -62,14 +62,14 @@ class Metrics:
 
         Args:
             stats: The engine's counters.
-            active: Number of requests for completions that are being answered.
+            active: Number of completions and uploads of states that are being answered.
             states: Number and bytes of saved states.
         """
         lines: list[str] = []
         for name, kind, value, text in _engine_metrics(stats):
             lines += _series(name, kind, text, {"": value})
         gauges = (
-            ("num_requests_active", active, "Requests for completions that are being answered."),
+            ("num_requests_active", active, "Completions and uploads of states that are being answered."),
             ("saved_states", states[0], "Saved states."),
             ("saved_state_bytes", states[1], "Bytes of saved states."),
         )
