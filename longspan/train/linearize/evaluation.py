@@ -51,11 +51,7 @@ def perplexity(model: Any, tokens: Tensor, context: int, *, mask: tuple[int, flo
         inputs, targets = window[None], torch.cat([window[1:], window.new_full((1,), IGNORE_INDEX)])[None]
         if mask is not None:
             inputs, targets = mask_tokens(window[None], *mask, seed=number)
-        logits = (
-            model(input_ids=inputs.to(device), use_cache=False).logits
-            if mask is None
-            else model(inputs.to(device)).logits
-        )
+        logits = model(input_ids=inputs.to(device), **({"use_cache": False} if mask is None else {})).logits
         losses = F.cross_entropy(logits[0].float(), targets[0].to(device), reduction="sum", ignore_index=IGNORE_INDEX)
         total, count = total + float(losses), count + int((targets != IGNORE_INDEX).sum())
     return math.exp(min(total / max(count, 1), 700))
