@@ -234,7 +234,8 @@ def test_no_process_outlives_the_other(tmp_path, killed):
 def test_a_signal_to_both_processes_drains(tmp_path):
     save(language_model(), tmp_path / "model")
     process, url, child = start(tmp_path / "model")
-    with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60, verify=False) as answer:
+    body = LONG | {"max_tokens": 997}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, verify=False) as answer:
         lines = answer.iter_lines()
         next(lines)
         os.kill(child, signal.SIGTERM)  # as systemd does
@@ -244,4 +245,6 @@ def test_a_signal_to_both_processes_drains(tmp_path):
     assert json.loads(found[-2][6:])["choices"][0]["finish_reason"] == "length"
     _, said = process.communicate(timeout=30)
     assert process.returncode == 0, said
+    assert "draining: 1 requests" in said
+    assert "997 written" in said
     assert "nanobind" not in said
