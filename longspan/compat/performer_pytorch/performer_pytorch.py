@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from longspan.compat.compressed import is_plain_linear
 from longspan.compat.faithful import faithful, resolve_faithful
-from longspan.compat.helpers import default, exists, rotate_every_two
+from longspan.compat.helpers import cast_tuple, default, exists, rotate_every_two, shift
 from longspan.compat.layers import Chunk, zero_fill
 from longspan.compat.local_attention import LocalAttention
 from longspan.compat.options import init_from
@@ -48,12 +48,10 @@ from longspan.compat.performer_pytorch.layers import (
     PreShiftTokens,
     ReZero,
     apply_rotary_pos_emb,
-    cast_tuple,
     empty,
     find_modules,
     get_module_device,
     null_context,
-    shift,
 )
 from longspan.compat.performer_pytorch.options import PerformerLMOptions, PerformerOptions
 from longspan.compat.performer_pytorch.projection_updater import ProjectionUpdater
