@@ -17,7 +17,7 @@ from select import select
 from statistics import median
 from typing import Any
 
-from longspan.bench.subjects.base import Case, Measurement, MeasurementConfig, Subject, is_out_of_memory, one_line
+from longspan.bench.subjects.base import Case, Measurement, MeasurementConfig, Subject, one_line, says_out_of_memory
 
 _ROUND_SECONDS = 180.0  # no further round is started after one that took longer than this
 
@@ -228,7 +228,7 @@ def _limited(config: MeasurementConfig, deadline: float | None) -> MeasurementCo
 def _crash(returncode: int, stderr: str) -> Measurement:
     lines = [line for line in stderr.splitlines() if line.strip()]
     last = one_line(lines[-1]) if lines else "no message"
-    if is_out_of_memory("\n".join(lines[-5:])):
+    if says_out_of_memory("\n".join(lines[-5:])):
         return Measurement("out of memory", last)
     if returncode == -signal.SIGKILL:
         return Measurement("out of memory", "killed by the system, which ends processes when memory runs out")

@@ -28,7 +28,7 @@ from longspan.bench.recall.results import best_lr, identify, key, plot, read, ta
 from longspan.bench.recall.training import RecallRun, execute
 from longspan.bench.recall.variants import FIRST, RECIPES, LayerOptions, Recipe, model_config
 from longspan.bench.report import plot_beside
-from longspan.bench.subjects.base import is_out_of_memory, one_line
+from longspan.bench.subjects.base import failure, one_line
 from longspan.train.synthetic.datasets import Dataset, cached_dataset
 from longspan.train.synthetic.tasks import SyntheticTask
 from longspan.utils import choose, printable
@@ -368,8 +368,8 @@ def _work(connection: Connection, options: RecallOptions, threads: int, deadline
                 connection.send((key(identify(run)), {"status": "ok", **found}))
         except Exception as error:
             traceback.print_exc()
-            status = "out of memory" if is_out_of_memory(one_line(error)) else "error"
-            connection.send((None, {"status": status, "message": one_line(error)}))
+            failed = failure(error)
+            connection.send((None, {"status": failed.status, "message": failed.message}))
 
 
 def _end_with_parent() -> None:

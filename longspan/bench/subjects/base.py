@@ -315,7 +315,13 @@ def one_line(error: BaseException | str) -> str:
     return line if len(line) <= 200 else line[:199] + "…"
 
 
-def is_out_of_memory(message: str) -> bool:
+def failure(error: Exception) -> Measurement:
+    """Return the result of a measurement that raised an error."""
+    message = one_line(error)
+    return Measurement("out of memory" if says_out_of_memory(message) else "error", message)
+
+
+def says_out_of_memory(message: str) -> bool:
     """Return whether an error of PyTorch, the C++ runtime or the system reports exhausted memory."""
     text = message.lower()
     return any(words in text for words in ("allocate memory", "out of memory", "bad_alloc", "memoryerror"))
