@@ -7,7 +7,8 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.resources import files
@@ -148,27 +149,33 @@ def read_json(path: Path, *, regular: bool = True) -> Any:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that a reader, or a process killed at any moment, sees the old content or the new one.
+    """Write a file by `replace_file`: text is encoded as UTF-8."""
+    with replace_file(path) as partial:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
-    Links are followed. A device or pipe is written to as it is.
+
+@contextmanager
+def replace_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write to, which becomes the file when the block ends without an error.
+
+    A reader, or a process killed at any moment, sees the old content or the new one. Links are followed. A device or
+    pipe is yielded itself.
 
     Args:
         path: The file to create or replace. Its folder must exist.
-        content: Bytes, or text to encode as UTF-8.
     """
-    data = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():
-        path.write_bytes(data)
+        yield path
         return
     path = Path(os.path.realpath(path))
     # Of a name of its own, so that two processes do not write into each other's file.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_bytes(data)
+        yield partial
         os.replace(partial, path)
     except BaseException as error:
         partial.unlink(missing_ok=True)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and error.filename in (None, str(partial)):
             error.filename = str(path)
         raise
 

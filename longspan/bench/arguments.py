@@ -26,7 +26,7 @@ def check_positive(options: object, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
         values = value if isinstance(value, tuple) else (value,)
-        if any(x is not None and x <= 0 for x in values):
+        if any(x is not None and not x > 0 for x in values):
             raise ValueError(f"{name} must be positive, got {', '.join(f'{x:g}' for x in values)}")
 
 

@@ -99,7 +99,7 @@ class BenchOptions:
             raise ValueError(f"sections is an option of the suites {', '.join(SUITES)}, got it for {self.subject}")
         check_positive(self, "lengths", "heads", "head_dim", "batch", "depth")
         check_positive(self, "rounds", "repeats", "threads", "timeout", "minutes")
-        if self.memory_limit is not None and self.memory_limit <= 0:
+        if self.memory_limit is not None and not self.memory_limit > 0:
             raise ValueError(f"memory_limit must be a positive number of GB, got {self.memory_limit:g}")
         if self.subject == "gpu" and self.device != "cuda":
             raise ValueError(f"bench gpu measures on CUDA: set device to cuda, got {self.device}")

@@ -17,7 +17,9 @@ from select import select
 from statistics import median
 from typing import Any
 
-from longspan.bench.subjects.base import Case, Measurement, MeasurementConfig, Subject, is_out_of_memory, one_line
+from longspan.bench.subjects.base import Case, Measurement, MeasurementConfig, Subject, one_line, says_out_of_memory
+
+_ROUND_SECONDS = 180.0  # no further round is started after one that took longer than this
 
 
 @dataclass
@@ -136,7 +138,7 @@ def measure_rounds(
             if len(workers) > 1 and result.measurements[-1].status == "out of memory" and limited.timeout > 0:
                 result.measurements[-1] = measure(result.subject, result.case, limited)  # alone on the GPU
                 observer(result, number, True)
-        if time.monotonic() - started > config.round_seconds:
+        if time.monotonic() - started > _ROUND_SECONDS:
             break
 
 
@@ -226,7 +228,7 @@ def _limited(config: MeasurementConfig, deadline: float | None) -> MeasurementCo
 def _crash(returncode: int, stderr: str) -> Measurement:
     lines = [line for line in stderr.splitlines() if line.strip()]
     last = one_line(lines[-1]) if lines else "no message"
-    if is_out_of_memory("\n".join(lines[-5:])):
+    if says_out_of_memory("\n".join(lines[-5:])):
         return Measurement("out of memory", last)
     if returncode == -signal.SIGKILL:
         return Measurement("out of memory", "killed by the system, which ends processes when memory runs out")

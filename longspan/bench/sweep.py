@@ -33,8 +33,7 @@ from longspan.bench.subjects.base import (
     Measurement,
     MeasurementConfig,
     Subject,
-    is_out_of_memory,
-    one_line,
+    failure,
     small_case,
 )
 from longspan.bench.subjects.peers import SDPA
@@ -423,8 +422,7 @@ def _serve(connection: Connection, config: MeasurementConfig) -> None:
         try:
             found = _prepare(subject, case, checked) if what == "prepare" else subject.measure(case, config)
         except Exception as error:
-            message = one_line(error)
-            found = Measurement("out of memory" if is_out_of_memory(message) else "error", message)
+            found = failure(error)
         if case.device == "cuda":
             torch.cuda.synchronize()  # raises after an illegal memory access: a new process measures the next cell
             torch.cuda.empty_cache()

@@ -308,18 +308,15 @@ def _graph(step: str) -> str:
 
 
 def _ms(row: Row, step: str) -> float:
-    found: float = row[_graph(step) if _graph(step) in row else step]
-    return found
+    return row[_graph(step) if _graph(step) in row else step]
 
 
 def _times_as_long(row: Row, other: Row, step: str) -> float:
     """The time of a step relative to that of another cell: from CUDA graphs if both were timed so."""
     key = _graph(step) if _graph(step) in row and _graph(step) in other else step
-    ratio: float = row[key] / other[key]
-    return ratio
+    return row[key] / other[key]
 
 
 def _elements(row: Row) -> int:
     case = row["case"]
-    elements: int = case["batch_size"] * case["length"] * case["num_heads"] * case["head_dim"]
-    return elements
+    return case["batch_size"] * case["length"] * case["num_heads"] * case["head_dim"]

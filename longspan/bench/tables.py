@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.bench import quality, sweep_report
-from longspan.bench.jsonl import read
+from longspan.bench.jsonl import Row, read
 from longspan.bench.recall import results as recall_results
 from longspan.bench.report import TextTable, three_digits
 from longspan.bench.subjects.peers import SDPA
@@ -23,7 +23,6 @@ RESULTS = Path("benchmarks/results")
 BASE, BASE_FIGURE = "h200-base", "train-base-h200"  # the results of a longer run, and the figure of its curve
 _DOCUMENTS = "README.md", "docs/benchmarks.md", "docs/linearize.md", "docs/serving.md", "docs/mechanisms/performer.md"
 DOCUMENTS = tuple(map(Path, _DOCUMENTS))
-Row = dict[str, Any]
 Cell = Callable[[Row], str]
 
 
@@ -152,8 +151,7 @@ def _rows(results: Path, file: str) -> list[Row]:
 
 
 def _content(results: Path, file: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((results / f"{file}.json").read_text(encoding="utf-8"))
-    return content
+    return json.loads((results / f"{file}.json").read_text(encoding="utf-8"))
 
 
 def _streams(found: dict[str, Any]) -> TextTable:

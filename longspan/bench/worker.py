@@ -14,7 +14,7 @@ from dataclasses import asdict
 
 import torch
 
-from longspan.bench.subjects.base import Measurement, is_out_of_memory, one_line
+from longspan.bench.subjects.base import failure
 
 
 def main() -> None:
@@ -33,8 +33,7 @@ def main() -> None:
     try:
         result = subject.measure(case, config, wait)
     except Exception as error:
-        message = one_line(error)
-        result = Measurement("out of memory" if is_out_of_memory(message) else "error", message)
+        result = failure(error)
     with answer:
         json.dump(asdict(result), answer)
 

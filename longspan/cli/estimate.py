@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
     for name in ("memory", "link", "network"):
         if not getattr(flags, name) > 0:
             raise ValueError(f"--{name} must be above 0, got {getattr(flags, name)}")
-    if flags.latency < 0:
+    if not flags.latency >= 0:
         raise ValueError(f"--latency must be 0 or more, got {flags.latency}")
     from longspan.distributed import estimate
     from longspan.distributed.mesh import MeshShape

@@ -69,11 +69,8 @@ def main(argv: Sequence[str]) -> None:
     flags = parse(EvalFlags, argv, "eval")
     if flags.task is not None:
         reason = "for evaluating a saved model; --task trains models of its own: leave it out"
-        _refuse(
-            flags,
-            ("model", "data", "context", "max_tokens", "extensions", "text_field", "label_field", "file_field"),
-            reason,
-        )
+        names = ("model", "data", "context", "max_tokens", "format", "extensions")
+        _refuse(flags, (*names, "text_field", "label_field", "file_field"), reason)
         _run_tasks(flags, flags.task)
         return
     reason = "for training on a synthetic task: give --task too, or leave it out"
@@ -135,6 +132,6 @@ def _run_tasks(flags: EvalFlags, tasks: tuple[str, ...]) -> None:
 
 
 def _refuse(flags: EvalFlags, names: Sequence[str], reason: str) -> None:
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(flags, name) not in (None, ())]
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(flags, name) not in (None, (), "auto")]
     if given:
         raise ValueError(f"{', '.join(given)}: {reason}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,12 @@ class InfoFlags:
             raise ValueError("--causal, --bidirectional and --decode exclude each other: give one of them")
         if self.model is not None and (self.mechanisms or self.options != "{}" or self.causal or self.bidirectional):
             raise ValueError("--mechanisms, --options, --causal and --bidirectional are for mechanisms without a model")
+        changed = [
+            x.name for x in fields(self) if getattr(self, x.name) != x.default and x.name not in ("model", "why")
+        ]
+        if changed and not self.why:
+            flag = f"--{changed[0].replace('_', '-')}"
+            raise ValueError(f"{flag} describes a call for --why: give --why too, or leave it out")
 
 
 def main(argv: Sequence[str]) -> None:

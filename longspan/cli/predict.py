@@ -10,7 +10,7 @@ from pathlib import Path
 from tyro.conf import UseAppendAction
 
 from longspan.cli.arguments import check_at_least, parse
-from longspan.utils import printable
+from longspan.utils import printable, replace_file
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,6 @@ def main(argv: Sequence[str]) -> None:
     if flags.out is None:
         predict(found, flags.data, options, sys.stdout, context=context, batch_size=flags.batch_size)
         return
-    partial = flags.out.with_name(f".{flags.out.name}.partial")
-    try:
-        with open(partial, "w", encoding="utf-8", newline="") as file:
-            number = predict(found, flags.data, options, file, context=context, batch_size=flags.batch_size)
-        partial.replace(flags.out)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replace_file(flags.out) as partial, open(partial, "w", encoding="utf-8", newline="") as file:
+        number = predict(found, flags.data, options, file, context=context, batch_size=flags.batch_size)
     print(f"{number:,} predictions are in {printable(str(flags.out))}", file=sys.stderr)

@@ -117,9 +117,12 @@ class ServeFlags:
         for name in ("timeout", "read_timeout", "drain_timeout"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1e6:
-                raise ValueError(f"--{name.replace('_', '-')} must be a positive number of seconds, got {value}")
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} must be above 0 and at most 1,000,000 seconds, got {value}")
         for name in ("max_body", "cache", "cache_disk", "state_disk"):
             parse_bytes(f"--{name.replace('_', '-')}", getattr(self, name))
+        if self.quantize_text is not None and (self.quantize, self.state_dtype) == ("none", "exact"):
+            raise ValueError("--quantize-text measures the loss of --quantize or --state-dtype: give one of them too")
         if "" in self.api_key:
             raise ValueError("--api-key is empty: give a key")
 

@@ -305,7 +305,7 @@ def create_app(model: ServedModel, options: ServerOptions) -> FastAPI:
     app.add_middleware(_Guard, options=options, metrics=model.metrics, gate=gate)
     app.add_exception_handler(HTTPException, _http_error)
     _add_completions(app, model, options, gate)
-    _add_states(app, model, options)
+    _add_states(app, model, options, gate)
     page, policy = _playground()
 
     @app.get("/v1/models")
@@ -376,7 +376,7 @@ def _add_completions(app: FastAPI, model: ServedModel, options: ServerOptions, g
         app.add_api_route(path, endpoint, methods=["POST"], openapi_extra=schema, response_model=None)
 
 
-def _add_states(app: FastAPI, model: ServedModel, options: ServerOptions) -> None:
+def _add_states(app: FastAPI, model: ServedModel, options: ServerOptions, gate: _Gate) -> None:
     states = model.states
 
     @app.post("/v1/states")
@@ -386,10 +386,11 @@ def _add_states(app: FastAPI, model: ServedModel, options: ServerOptions) -> Non
             if body.source is None:
                 raise APIError(400, "source is missing: the id of a state, which keep_state returns", param="source")
             return _json((await asyncio.to_thread(states.copy, body.source, body.name)).body())
-        with states.new_file() as path:
-            content = await _read_body(request, options, states.max_bytes, "application/octet-stream")
-            await asyncio.to_thread(path.write_bytes, content)
-            return _json((await asyncio.to_thread(states.add, path, request.query_params.get("name"))).body())
+        async with gate.pass_through(request):
+            with states.new_file() as path:
+                content = await _read_body(request, options, states.max_bytes, "application/octet-stream")
+                await asyncio.to_thread(path.write_bytes, content)
+                return _json((await asyncio.to_thread(states.add, path, request.query_params.get("name"))).body())
 
     @app.get("/v1/states")
     async def list_states() -> Any:

@@ -104,8 +104,13 @@ class DiskStore:
                 continue
             with self._lock:
                 self._sizes[key] = len(content)
-            while self.size() > self.budget:
-                self._remove(next(iter(self._sizes)))
+            while (oldest := self._excess()) is not None:
+                self._remove(oldest)
+
+    def _excess(self) -> bytes | None:
+        """Return the least recently used file if there are more bytes than the budget."""
+        with self._lock:
+            return next(iter(self._sizes)) if sum(self._sizes.values()) > self.budget else None
 
     def _scan(self) -> None:
         """Find the files of earlier processes, and remove what those that were killed left incomplete."""

@@ -124,7 +124,6 @@ class _Reading:
 
     def __init__(self, request: Request, keys: list[bytes]) -> None:
         self.tokens = request.tokens[:-1]
-        self.length = len(self.tokens)
         self.keys, self.own = keys, []  # type: tuple[list[bytes], list[bytes]]
         self.position = 0
         self.state: Tensor | None = None  # packed
@@ -133,7 +132,7 @@ class _Reading:
 
     @property
     def done(self) -> bool:
-        return self.position == self.length
+        return self.position == len(self.tokens)
 
 
 class _Choice:
@@ -520,7 +519,8 @@ class Engine:
                     return False
                 self._wake.wait()
             now = time.monotonic()
-            while self._deadlines and self._deadlines[0][0] <= now:
+            # Those of jobs that have ended are removed too: with a timeout of a day there would be many.
+            while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2] not in self._jobs):
                 self._end_job(heapq.heappop(self._deadlines)[2], "timeout")
             for generation in self._cancelled:
                 self._end_job(generation, "cancelled")

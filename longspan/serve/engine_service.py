@@ -110,10 +110,14 @@ class EngineService:
         parts: list[_Part] = []
         with self._lock:
             for number, stream in waiting:
-                items = stream.take()
-                if any(isinstance(item, Delta) and item.session is not None for item in items):
-                    self._pool.submit(self._save_and_send, number, stream.cached_tokens, items)
-                elif items:
+                items = []
+                for item in stream.take():
+                    if isinstance(item, Delta) and isinstance(item.session, Session):
+                        # The last of its choice: what comes meanwhile is of others.
+                        self._pool.submit(self._save_and_send, number, stream.cached_tokens, item, item.session)
+                    else:
+                        items.append(item)
+                if items:
                     parts.append((number, stream.cached_tokens, items))
                 if stream.ended:
                     self._streams.pop(number, None)
@@ -173,15 +177,14 @@ class EngineService:
         session = self._states.load(name)
         return SavedState(name, session.length, session.recent_tokens)
 
-    def _save_and_send(self, number: int, cached: int, items: list[Any]) -> None:
-        """Send deltas with the names of the states that come with them."""
+    def _save_and_send(self, number: int, cached: int, delta: Delta, session: Session) -> None:
+        """Save a session, and send the delta that it came with, with its name."""
+        item: Delta | Exception
         try:
-            for i, item in enumerate(items):
-                if isinstance(item, Delta) and isinstance(item.session, Session):
-                    items[i] = item._replace(session=self._states.save(item.session).name)
+            item = delta._replace(session=self._states.save(session).name)
         except Exception as error:
-            items = [_portable(error)]
-        self.send("deltas", [(number, cached, items)])
+            item = _portable(error)
+        self.send("deltas", [(number, cached, [item])])
 
     def _watch(self) -> None:
         self._engine.wait()
@@ -287,8 +290,10 @@ class RemoteEngine:
         on_end()
 
     def _push(self, number: int, cached: int, items: list[Delta | Exception]) -> list[Waiter]:
-        """Add what came to its stream; return what waits for it."""
-        stream = self._streams[number]
+        """Add what came to its stream, unless an error has ended that; return what waits for it."""
+        stream = self._streams.get(number)
+        if stream is None:
+            return []
         stream.cached_tokens, found = cached, []
         for item in items:
             if not isinstance(item, Delta):

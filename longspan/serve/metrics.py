@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from longspan.serve.engine import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
+_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
 _TIMES = {
     "time_to_first_token_seconds": "From the arrival of a request to its first token.",
     "inter_token_latency_seconds": "Mean time between the tokens of a request.",
@@ -18,15 +18,14 @@ _TIMES = {
 
 
 class Histogram:
-    """Numbers of values up to each bound."""
+    """Numbers of seconds up to each bound."""
 
-    def __init__(self, bounds: Iterable[float] = _SECONDS) -> None:
-        self.bounds = tuple(bounds)
-        self.counts, self.total = [0] * (len(self.bounds) + 1), 0.0
+    def __init__(self) -> None:
+        self.counts, self.total = [0] * (len(_BOUNDS) + 1), 0.0
 
     def observe(self, value: float) -> None:
         """Count a value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
+        self.counts[bisect_left(_BOUNDS, value)] += 1
         self.total += value
 
 
@@ -63,14 +62,14 @@ class Metrics:
 
         Args:
             stats: The engine's counters.
-            active: Number of requests for completions that are being answered.
+            active: Number of completions and uploads of states that are being answered.
             states: Number and bytes of saved states.
         """
         lines: list[str] = []
         for name, kind, value, text in _engine_metrics(stats):
             lines += _series(name, kind, text, {"": value})
         gauges = (
-            ("num_requests_active", active, "Requests for completions that are being answered."),
+            ("num_requests_active", active, "Completions and uploads of states that are being answered."),
             ("saved_states", states[0], "Saved states."),
             ("saved_state_bytes", states[1], "Bytes of saved states."),
         )
@@ -125,7 +124,7 @@ def _series(name: str, kind: str, text: str, values: Mapping[str, float]) -> lis
 
 def _histogram(name: str, text: str, histogram: Histogram) -> list[str]:
     lines, count = _series(name, "histogram", text, {}), 0
-    for bound, number in zip((*map(str, histogram.bounds), "+Inf"), histogram.counts, strict=True):
+    for bound, number in zip((*map(str, _BOUNDS), "+Inf"), histogram.counts, strict=True):
         count += number
         lines.append(f'longspan_{name}_bucket{{le="{bound}"}} {count}')
     return [*lines, f"longspan_{name}_sum {histogram.total}", f"longspan_{name}_count {count}"]

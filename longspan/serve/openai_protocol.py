@@ -273,5 +273,5 @@ def _kind(value: object) -> str:
     return "a list" if isinstance(value, list) else "an object"
 
 
-def _shorten(text: str, limit: int = 80) -> str:
-    return text if len(text) <= limit else text[:limit] + "…"
+def _shorten(text: str) -> str:
+    return text if len(text) <= 80 else text[:80] + "…"

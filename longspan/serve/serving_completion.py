@@ -105,15 +105,12 @@ class ServedModel:
                     param="messages" if chat else "prompt",
                     code="context_length_exceeded",
                 )
-        n = 1 if body.n is None else body.n
-        if not 1 <= n * len(prompts) <= _MAX_CHOICES:
+        n, most = 1 if body.n is None else body.n, min(_MAX_CHOICES, self.engine.slots + self.engine.max_queue)
+        if not 1 <= n * len(prompts) <= most:
             number = f"{n} for each of {len(prompts)} prompts" if len(prompts) > 1 else str(n)
-            raise APIError(400, f"n must give 1 to {_MAX_CHOICES} choices, got {number}", param="n")
-        if n * len(prompts) > self.engine.slots + self.engine.max_queue:
-            raise APIError(400, f"this server holds {self.engine.slots + self.engine.max_queue} choices", param="n")
+            raise APIError(400, f"n must give 1 to {most} choices, got {number}", param="n")
         try:
-            sampling = Sampling(**{name: value for name, value in _sampling(body).items() if value is not None})
-            return [self._request(body, prompt, sampling, n, client, state) for prompt in prompts]
+            return [self._request(body, prompt, _sampling(body), n, client, state) for prompt in prompts]
         except (ValueError, TypeError, OverflowError) as error:
             raise APIError(400, str(error), param=_named_in(str(error), body)) from None
 
@@ -218,29 +215,29 @@ class ServedModel:
         return content if self.codec.is_bytes else self.codec.encode(content)
 
     def _max_tokens(self, body: CompletionBody | ChatBody, held: int) -> int:
-        given, room = body.max_tokens, self.limits.tokens
+        given, limit = body.max_tokens, self.limits.tokens
         if isinstance(body, ChatBody):
             if body.max_completion_tokens is not None and given not in (None, body.max_completion_tokens):
                 raise ValueError("max_tokens and max_completion_tokens are one option: give one of them")
             given = body.max_completion_tokens if given is None else given
             if given is None:
                 left = math.inf if self.engine.max_length is None else self.engine.max_length - held
-                return max(1, int(min(room, left)))
-        given = min(_COMPLETION_TOKENS, room) if given is None else given
-        if not 0 <= given <= room:
-            raise ValueError(f"max_tokens must be from 0 to {room}, got {given}")
+                return max(1, int(min(limit, left)))
+        given = min(_COMPLETION_TOKENS, limit) if given is None else given
+        if not 0 <= given <= limit:
+            raise ValueError(f"max_tokens must be from 0 to {limit}, got {given}")
         return given
 
     def _timeout(self, given: float | None) -> float | None:
         if given is not None and not 0 < given <= 86400:
-            raise ValueError(f"timeout must be from 0 to 86,400 seconds, got {given}")
+            raise ValueError(f"timeout must be above 0 and at most 86,400 seconds, got {given}")
         limits = [limit for limit in (given, self.limits.timeout) if limit is not None]
         return min(limits, default=None)
 
 
-def _sampling(body: CompletionBody | ChatBody) -> dict[str, Any]:
+def _sampling(body: CompletionBody | ChatBody) -> Sampling:
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {name: getattr(body, name) for name in names}
+    return Sampling(**{name: getattr(body, name) for name in names if getattr(body, name) is not None})
 
 
 def _logprobs(body: CompletionBody | ChatBody) -> int | None:

@@ -192,10 +192,8 @@ class SlotLoop(DecodeLoop):
             The tokens of each row, at least one, and the logits (slots, T, V) that they were chosen from.
         """
         T = 1 + max(map(len, drafts.values()))
-        tokens, sizes = (
-            torch.zeros(len(self.token), T, dtype=torch.int64),
-            torch.ones(len(self.token), dtype=torch.int64),
-        )
+        tokens = torch.zeros(len(self.token), T, dtype=torch.int64)
+        sizes = torch.ones(len(self.token), dtype=torch.int64)
         for row, own in drafts.items():
             tokens[row, 1 : 1 + len(own)] = torch.tensor(own, dtype=torch.int64)
             sizes[row] += len(own)

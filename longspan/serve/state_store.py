@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,8 @@ class StateFiles:
         for entry in os.scandir(self.folder):
             name = entry.name.removesuffix(_SUFFIX)
             if entry.name.endswith(_SUFFIX) and _NAME.fullmatch(name) and entry.is_file():
-                found.append(StateInfo(name, entry.stat().st_size, entry.stat().st_mtime))
+                with suppress(FileNotFoundError):  # It has been deleted meanwhile.
+                    found.append(StateInfo(name, entry.stat().st_size, entry.stat().st_mtime))
         return sorted(found, key=lambda info: (info.created, info.name))
 
     def path(self, name: str) -> Path:
@@ -141,9 +142,8 @@ class StateStore(StateFiles):
             APIError: If there is none, or it is of another model.
         """
         path = self.path(name)
-        session = self._read(path)
         os.utime(path)
-        return session
+        return self._read(path)
 
     def add(self, path: Path, name: str | None = None) -> StateInfo:
         """Move a file that a client sent, from `new_file`, to the states.
@@ -182,18 +182,19 @@ class StateStore(StateFiles):
 
     def _make_space(self, size: int) -> None:
         states = self.list()
+        named = sum(info.bytes for info in states if not info.name.startswith(_GENERATED))
+        if named + size > self.budget:
+            raise APIError(
+                507,
+                f"named states take {named} of {self.budget} bytes, and this one has {size}: delete some",
+                kind="server_error",
+                code="storage_full",
+            )
         total = size + sum(info.bytes for info in states)
         for info in states:
             if total > self.budget and info.name.startswith(_GENERATED):
                 (self.folder / (info.name + _SUFFIX)).unlink(missing_ok=True)
                 total -= info.bytes
-        if total > self.budget:
-            raise APIError(
-                507,
-                f"named states take {total - size} of {self.budget} bytes, and this one has {size}: delete some",
-                kind="server_error",
-                code="storage_full",
-            )
 
     def _read(self, path: Path) -> Session:
         """Return the session in a file of this model."""

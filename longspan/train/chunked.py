@@ -48,7 +48,7 @@ def chunked_loss(
     Raises:
         ValueError: The model is not causal, or `chunk_length` is below 1.
     """
-    pieces = _Pieces(model, tokens, chunk_length, key_mask, state)
+    pieces = _Pieces(model, tokens, chunk_length, state)
     if labels is None:
         labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)
         if key_mask is not None:
@@ -65,7 +65,7 @@ def chunked_losses(
     model: LanguageModel, tokens: Tensor, labels: Tensor, *, chunk_length: int, key_mask: Tensor | None = None
 ) -> Tensor:
     """Compute the loss of each label (B, T), 0 where it is −100, without gradients; arguments as for `chunked_loss`."""
-    pieces = _Pieces(model, tokens, chunk_length, key_mask, None)
+    pieces = _Pieces(model, tokens, chunk_length, None)
     found, state = [], pieces.state
     with torch.no_grad():
         for piece in pieces.slices:
@@ -81,9 +81,7 @@ def chunked_losses(
 class _Pieces:
     """The pieces of a batch, and the state before the first."""
 
-    def __init__(
-        self, model: LanguageModel, tokens: Tensor, length: int, key_mask: Tensor | None, state: StackState | None
-    ) -> None:
+    def __init__(self, model: LanguageModel, tokens: Tensor, length: int, state: StackState | None) -> None:
         if not model.config.causal:
             raise ValueError("only a causal model can be trained in pieces: build it with causal=True")
         if length < 1:

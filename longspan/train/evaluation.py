@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,11 +28,11 @@ from longspan.train.data.batches import (
     labeled_evaluation_batches,
 )
 from longspan.train.data.readers import ReadOptions, find_source
-from longspan.train.data.token_store import StoreSpec, TokenStore, open_store
+from longspan.train.data.token_store import StoreSpec, TokenStore, temporary_store
 from longspan.train.loggers import Record
 from longspan.train.objectives import Classification, Objective, mask_tokens, wrap_model
 from longspan.train.run_folder import RUN
-from longspan.utils import choose_device, is_disk_full, plot_path, read_json, write_atomically
+from longspan.utils import choose_device, plot_path, read_json, write_atomically
 
 
 def evaluate_held_out(
@@ -155,14 +154,8 @@ def evaluate_checkpoint(
     context = context or run_context(model)
     tokenizer = read_committed(folder, lambda path: path / TOKENIZER if (path / TOKENIZER).exists() else None)
     options = options or ReadOptions()
-    with tempfile.TemporaryDirectory() as temporary:
-        sources = tuple(find_source(text, options) for text in data)
-        try:
-            store = open_store(Path(temporary) / "data", StoreSpec(sources, (), options, tokenizer, context, 0.0))
-        except OSError as error:
-            if is_disk_full(error):
-                error.filename = temporary
-            raise
+    sources = tuple(find_source(text, options) for text in data)
+    with temporary_store(StoreSpec(sources, (), options, tokenizer, context, 0.0)) as store:
         vocab_size = loaded.config.vocab_size or 0
         if store.vocab_size > vocab_size:
             raise ValueError(f"the data needs a vocabulary of {store.vocab_size} tokens, the model has {vocab_size}")

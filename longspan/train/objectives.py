@@ -70,25 +70,26 @@ class Objective(nn.Module):
         assert isinstance(model, LanguageModel)
         tokens, targets, key_mask = self._piece(tokens), self._piece(targets), self._piece(key_mask)
         if self.chunk_length is not None:
-            given: dict[str, Any] = {"chunk_length": self.chunk_length, "key_mask": key_mask}
-            loss, after = chunked_loss(model, tokens, targets, state=state, **given)
+            size = self.chunk_length
+            loss, after = chunked_loss(model, tokens, targets, chunk_length=size, key_mask=key_mask, state=state)
             return loss, None if state is None else after
-        divided = None if self.cp is None else ContextParallel(model, self.cp)
+        run = model if self.cp is None else ContextParallel(model, self.cp)
         if state is None:
-            run = model if divided is None else divided
             return run.loss(tokens, targets, key_mask=key_mask, packing=self._packing(offsets)), None
-        logits, state = (model if divided is None else divided).extend(tokens, state, key_mask=key_mask)
+        logits, state = run.extend(tokens, state, key_mask=key_mask)
         total = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
         mean = total / (targets != IGNORE_INDEX).sum().clamp(min=1)
-        return mean if divided is None else divided.mean(mean, targets), state
+        if isinstance(run, ContextParallel):
+            mean = run.mean(mean, targets)
+        return mean, state
 
     def losses(self, batch: Batch) -> Tensor:
         """Return the loss of each target, (B, T), 0 where it is IGNORE_INDEX; of those in this rank's piece."""
         model = self.model
         assert isinstance(model, LanguageModel)
         if self.chunk_length is not None and batch.offsets is None:
-            given: dict[str, Any] = {"chunk_length": self.chunk_length, "key_mask": batch.key_mask}
-            return chunked_losses(model, batch.tokens, batch.targets, **given)
+            size, mask = self.chunk_length, batch.key_mask
+            return chunked_losses(model, batch.tokens, batch.targets, chunk_length=size, key_mask=mask)
         run = model if self.cp is None else ContextParallel(model, self.cp)
         tokens, targets, key_mask = self._piece(batch.tokens), self._piece(batch.targets), self._piece(batch.key_mask)
         logits = run(tokens, key_mask=key_mask, packing=self._packing(batch.offsets))

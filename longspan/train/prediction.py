@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +26,7 @@ from longspan.train.data.batches import BatchShape, labeled_evaluation_batches
 from longspan.train.data.containers import Entry, open_entries
 from longspan.train.data.readers import DocumentReader, ReadOptions, Tagged, find_source
 from longspan.train.data.tasks import SupervisedTask
-from longspan.train.data.token_store import DocumentEncoder, StoreSpec, open_store
+from longspan.train.data.token_store import DocumentEncoder, StoreSpec, temporary_store
 from longspan.train.loggers import Record
 from longspan.utils import choose_device, plot_path, read_json, write_atomically
 
@@ -92,9 +91,7 @@ def evaluate_task(
     options = task_options(task, options, labeled=task.kind != "forecast")
     classes = task.names if task.kind in ("classify", "multilabel", "tag") else ()
     sources = tuple(find_source(text, options) for text in data)
-    with tempfile.TemporaryDirectory() as folder:
-        spec = StoreSpec(sources, (), options, found.tokenizer, context, 0.0, classes)
-        store = open_store(Path(folder) / "data", spec)
+    with temporary_store(StoreSpec(sources, (), options, found.tokenizer, context, 0.0, classes)) as store:
         unknown = [name for name in store.labels if name not in classes]
         if unknown:
             raise ValueError(f"the model does not know the class {unknown[0]!r}; it knows {', '.join(classes)}")

@@ -51,7 +51,7 @@ def positive(row: dict[str, Any]) -> bool:
     return bool(samples) and all(x > 0 for x in (*samples, *medians[:2])) and medians[2] >= 0
 
 
-def test_command_measures_ours_beside_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_command_measures_ours_beside_a_peer(tmp_path: Path, capfd: Any) -> None:
     out = tmp_path / "new" / "results.json"
     assert command("--mechanisms", "softmax", *SIZES, "--out", str(out)) == 0
     found = json.loads(out.read_text())
@@ -94,6 +94,7 @@ def test_command_without_peers(tmp_path: Path) -> None:
         ("--dtype int8", "there is float32, float64, bfloat16, float16"),
         ("--device tpu", "there is cpu, cuda"),
         ("--memory-limit -1", "positive number of GB, got -1"),
+        ("--memory-limit nan", "positive number of GB, got nan"),
         ("--heads none", "--heads must be an integer, got 'none'"),
         ("--lenghts 64", "unknown flag --lenghts (did you mean '--lengths'?)"),
         ("--causal --bidirectional", "exclude each other"),
@@ -113,6 +114,7 @@ def test_command_without_peers(tmp_path: Path) -> None:
         ("recall --tasks mqr", "unknown task 'mqr'"),
         ("sweep --modes both", "unknown mode 'both'; there is causal, bidirectional"),
         ("--minutes -1", "minutes must be positive, got -1"),
+        ("--minutes nan", "minutes must be positive, got nan"),
         ("layers --mechanisms softmax", "there is linear, performer, local, linformer"),
         ("train --mechanisms split", "there is linear, performer, local, linformer, decay, delta, softmax"),
     ],
@@ -244,7 +246,7 @@ def test_scaling_is_an_exponent_of_the_length() -> None:
     assert (found["from"], found["forward_ms"], found["forward_backward_ms"]) == (8, pytest.approx(1), pytest.approx(2))
 
 
-def test_command_measures_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_command_measures_models(tmp_path: Path, in_process: None, capfd: Any) -> None:
     small = ["--heads=2", "--head-dim=8", "--depth=1", "--rounds=1", "--repeats=1", "--threads=1"]
     for what, steps in (("train", ["step"]), ("generate", ["token", "prefill"])):
         out = tmp_path / f"{what}.json"
@@ -264,13 +266,14 @@ def test_command_measures_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("name", MODEL_PEERS)
 @pytest.mark.parametrize(("kind", "step"), [(PeerTrainSubject, "step"), (PeerGenerateSubject, "token")])
-def test_peer_models_run(name: str, kind: type[Subject], step: str) -> None:
+def test_peer_models_run(name: str, kind: type[Subject], step: str, in_process: None) -> None:
     case = Case(256, num_heads=2, head_dim=16, depth=1)
     older = kind(name)
     unavailable = older.unavailable(case)
     if unavailable is not None:
         pytest.skip(unavailable[1])
-    run = measure(older, case, MeasurementConfig(repeats=1))
+    (result,) = compare([older], case, MeasurementConfig(rounds=1, repeats=1))
+    (run,) = result.measurements
     assert run.status == "ok", run.message
     assert list(run.times) == [step]
 
@@ -320,6 +323,8 @@ def test_options_as_json_without_the_command_line(tmp_path: Path) -> None:
     code = f"""
 import sys
 sys.modules["tyro"] = sys.modules["rich"] = None
+from longspan.bench import runner
+runner.measure = lambda subject, *given: subject.measure(*given)
 sys.argv[1:] = [{json.dumps(options | {"peers": False, "out": str(tmp_path / "results.json")})!r}]
 import runpy
 runpy.run_module("longspan.bench", run_name="__main__")

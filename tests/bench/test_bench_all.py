@@ -113,7 +113,7 @@ def test_bidirectional_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_run_that_is_ended_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     complete = Machine()
-    arguments = ["--mechanisms=local", "--lengths=64,256", "--rounds=1", "--no-peers"]
+    arguments = ["--mechanisms=local", "--lengths=64", "--rounds=1", "--no-peers"]
     bench_all(monkeypatch, complete, *arguments, "--out", str(tmp_path / "complete"))
     ended = Machine(until=len(complete.taken) - 1)  # in the last comparison of the last section
     assert bench_all(monkeypatch, ended, *arguments, "--out", str(tmp_path)) == 130
@@ -122,7 +122,7 @@ def test_a_run_that_is_ended_loses_nothing(tmp_path: Path, monkeypatch: pytest.M
         rows = [
             json.loads((folder / f"{part}.json").read_text())["rows"] for folder in (tmp_path, tmp_path / "complete")
         ]
-        assert rows[0] == (rows[1] if part != "decode" else rows[1][:5])
+        assert rows[0] == (rows[1] if part != "decode" else rows[1][:2])
     page = (tmp_path / "report.html").read_text()
     assert "<h2>generate</h2>" in page
     assert "<h2>decode</h2>" not in page

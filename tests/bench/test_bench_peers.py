@@ -26,13 +26,13 @@ TINY = Case(64, num_heads=2, head_dim=8)
 SIZES = ["--lengths=64", "--heads=2", "--head-dim=8", "--rounds=1", "--repeats=2", "--threads=1"]
 
 
-def bench(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> None:
+def bench(out: Path, *arguments: str) -> None:
     main(["bench", *arguments, *SIZES, "--out", str(out)])
 
 
-def test_layers_beside_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_layers_beside_ours(tmp_path: Path, in_process: None, capfd: Any) -> None:
     out = tmp_path / "layers.json"
-    bench(monkeypatch, out, "layers", "--mechanisms=linformer", "--bidirectional")
+    bench(out, "layers", "--mechanisms=linformer", "--bidirectional")
     rows = json.loads(out.read_text())["rows"]
     names = [name for name, layer in LAYER_PEERS.items() if layer.mechanism == "linformer"]
     assert [row["name"] for row in rows] == [text for name in names for text in (f"longspan for {name}", name)]
@@ -55,7 +55,7 @@ def test_layers_without_peers_and_of_all_mechanisms(tmp_path: Path, monkeypatch:
         return []
 
     monkeypatch.setattr("longspan.bench.options.layer_subjects", fake)
-    bench(monkeypatch, tmp_path / "layers.json", "layers", "--no-peers", "--compile=default", "--autocast")
+    bench(tmp_path / "layers.json", "layers", "--no-peers", "--compile=default", "--autocast")
     assert asked == [(name, "default", True, False) for name in ("linear", "performer", "local", "linformer")]
     alone, both = (layer_subjects("local", "default", True, with_peers)[0] for with_peers in (False, True))
     assert [(subject.package, subject.compile, subject.autocast) for subject in alone] == [

@@ -184,7 +184,7 @@ def test_options_choose_the_cells(changes: dict[str, Any], values: dict[str, set
 def test_options_reach_the_measurement() -> None:
     config = SweepOptions(repeats=3, threads=1, timeout=7.0, clock="processor").config()
     assert (config.repeats, config.threads, config.timeout) == (3, 1, 7.0)
-    assert (config.check, config.profile, config.graphs, config.longest_graph) == (False, False, True, 20.0)
+    assert (config.check, config.profile, config.longest_graph) == (False, False, 20.0)
     # Waiting takes no processor time.
     assert cpu_ms(lambda: time.sleep(0.05), config.clock) < 25 < 50 <= cpu_ms(lambda: time.sleep(0.05))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from older import assert_close, blocks, older_names, original
 from test_compat_local import MODEL, VARIANTS
 
 import longspan
+from longspan.compat import import_hook
 from longspan.compat.convert import convert_weights
 
 SHAPES = [(2, 8, 2048, 64), (2, 8, 2048, 64), (8, 2057, 64), (1, 8192, 256)]
@@ -84,18 +83,12 @@ print(type(model).__module__, losses[0], sum(losses[-3:]) / 3, valid.item(), *sa
 """
 
 
-def test_training_script(tmp_path: Path) -> None:
+def test_training_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The shape of the library's enwik8 example: model, loss, optimizer, generation; nothing in it changed."""
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "longspan", "run", "--device", "cpu", str(path), "12", "64", "16"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    module, first, last, valid, rows, tokens = done.stdout.split()
+    import_hook.run(path, ["12", "64", "16"], device="cpu")
+    module, first, last, valid, rows, tokens = capsys.readouterr().out.split()
     assert module == "longspan.compat.local_attention.transformer"
     assert float(last) < 0.9 * float(first)
     assert float(valid) < 0.9 * float(first)

@@ -446,6 +446,22 @@ def test_a_hooked_or_changed_model_generates_by_its_own_forward() -> None:
     older.assert_close(wrapper(tokens()), F.cross_entropy(lm(tokens()[:, :-1]).mT, tokens()[:, 1:], ignore_index=0))
 
 
+@pytest.mark.parametrize("patched", ["forward", "hook for all modules"])
+def test_the_loss_calls_a_patched_output_layer(patched: str) -> None:
+    lm, x, handle = model(causal=True), tokens(), None
+    if patched == "forward":
+        lm.to_out.forward = lambda hidden: hidden.new_ones(*hidden.shape[:2], 13)
+    else:
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda module, args, out: out.new_ones(*out.shape) if module is lm.to_out else None
+        )
+    try:
+        older.assert_close(ours.AutoregressiveWrapper(lm, ignore_index=-1)(x), torch.tensor(13.0).log())
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
 def test_hooks_of_a_default_kernel_are_one_models() -> None:
     lm, other, seen = model(generalized_attention=True), model(), []
     lm.performer.net.layers[1][0].fn.fast_attention.kernel_fn.register_forward_hook(lambda *_: seen.append(1))

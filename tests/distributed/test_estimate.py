@@ -197,6 +197,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["--memory", "0"], "--memory must be above 0, got 0"),
         (["--latency", "-1"], "--latency must be 0 or more, got -1"),
+        (["--latency", "nan"], "--latency must be 0 or more, got nan"),
         (["--gpus", "0"], "--gpus must be at least 1, got 0"),
         (["--memory", "0.001"], "GB and has 0.001: use more --gpus"),
         (["--context", "4", "--gpus", "8", "--mesh", "cp=8"], "the context, 4 tokens, is shorter than cp=8 ranks"),

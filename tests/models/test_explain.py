@@ -424,3 +424,6 @@ def test_the_command_line_explains(tmp_path: Any, capsys: pytest.CaptureFixture[
             main(["info", "--why", *words])
         assert stop.value.code == 2
         assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["info", "--head-dim=67"])
+    assert "--head-dim describes a call for --why" in capsys.readouterr().err

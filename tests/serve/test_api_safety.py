@@ -125,6 +125,19 @@ def test_slow_headers_and_bodies_are_closed(api):
     assert time.monotonic() - begun < 10
 
 
+def test_uploads_of_states_count_as_requests_of_a_client(api):
+    head = "POST /v1/states HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/octet-stream\r\n"
+    slow = [raw(api) for _ in range(5)]
+    for connection in slow:
+        connection.sendall(f"{head}Content-Length: 99\r\n\r\nx".encode())
+    until(lambda: api.active() == 5)
+    binary = {"Content-Type": "application/octet-stream"}
+    assert api.client.post("/v1/states", content=b"x", headers=binary).status_code == 429
+    for connection in slow:
+        assert b" 408 " in finish(connection)
+    assert api.client.post("/v1/states", content=b"x", headers=binary).status_code == 400
+
+
 def test_idle_connections_make_room_for_new_ones(tmp_path):
     with serving(language_model(), tmp_path, limits=Limits(tokens=1 << 20), max_connections=3) as api:
         silent = [raw(api) for _ in range(7)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from server_cases import serving
 from longspan import Sampling
 from longspan.generation.generate import generate
 from longspan.generation.session import Session
-from longspan.serve import Request
+from longspan.serve import Engine, Request
+from longspan.serve.openai_protocol import APIError
+from longspan.serve.state_store import StateFiles, StateStore
 
 AND = "<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
 HYBRID = ["softmax", {"mechanism": "linear", "feature_map": "softmax"}]
@@ -182,3 +185,30 @@ def test_budget(tmp_path):
         assert full.status_code == 507
         assert "delete some" in full.json()["error"]["message"]
         assert {item["id"] for item in api.client.get("/v1/states").json()["data"]} == {"n0", "n1", "n2", "n3"}
+
+
+def test_what_does_not_fit_removes_nothing(tmp_path):
+    sizes = {"state-1": 40, "mine": 60}
+    for name, size in sizes.items():
+        (tmp_path / f"{name}.safetensors").write_bytes(bytes(size))
+    with Engine(language_model()) as engine:
+        store = StateStore(tmp_path, engine, 105)
+        with pytest.raises(APIError, match="named states take 60 of 105 bytes, and this one has 50"):
+            store._make_space(50)
+        assert {info.name: info.bytes for info in store.list()} == sizes
+        store._make_space(45)
+        assert [info.name for info in store.list()] == ["mine"]
+
+
+def test_states_that_are_deleted_while_they_are_listed(tmp_path, monkeypatch):
+    scan = os.scandir
+
+    def scan_and_delete(folder):
+        entries = list(scan(folder))
+        (tmp_path / "a.safetensors").unlink()
+        return entries
+
+    for name in "ab":
+        (tmp_path / f"{name}.safetensors").touch()
+    monkeypatch.setattr(os, "scandir", scan_and_delete)
+    assert [info.name for info in StateFiles(tmp_path, 1).list()] == ["b"]

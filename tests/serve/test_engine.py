@@ -202,6 +202,12 @@ def test_timeout(engine):
     assert 0 < len(choice.tokens) < 1_000_000
 
 
+def test_deadlines_of_requests_that_ended_are_not_stored(engine):
+    for _ in range(5):
+        engine.submit(Request(b"quick", 1, timeout=86_400)).result()
+    assert len(engine._deadlines) <= 1
+
+
 def test_a_long_prompt_does_not_stall_a_stream(model):
     with Engine(model, slots=2, chunk=8, cache_bytes=0) as engine:
         stream = engine.submit(Request(b"runs", 100_000))

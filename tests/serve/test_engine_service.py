@@ -124,6 +124,24 @@ def test_a_request_is_cancelled_while_its_state_is_read(remote, monkeypatch):
     assert engine.stats().running == 0
 
 
+def test_choices_go_on_while_the_state_of_another_is_saved(remote, monkeypatch):
+    engine, there, _ = remote
+    request = Request(b"Once upon", 100, seed=1, n=2, stop=range(0, 256, 16), keep_state=True)
+    wanted, save_state = engine.submit(request).result(), StateStore.save
+    assert len({len(choice.tokens) for choice in wanted}) == 2
+    monkeypatch.setattr(StateStore, "save", lambda *given: time.sleep(0.2) or save_state(*given))
+    assert [(x.tokens, x.text) for x in result(there.submit(request))] == [(x.tokens, x.text) for x in wanted]
+
+
+def test_a_state_that_cannot_be_saved_ends_one_stream(remote, monkeypatch):
+    _, there, _ = remote
+    monkeypatch.setattr(StateStore, "_make_space", lambda store, size: 1 / 0)
+    with pytest.raises(RuntimeError, match=r"^ZeroDivisionError$"):
+        result(there.submit(Request(b"Once upon", 100, seed=1, n=2, stop=range(0, 256, 16), keep_state=True)))
+    for _ in range(3):
+        assert result(there.submit(Request(b"x", 1)))[0].finish_reason == "length"
+
+
 def test_unexpected_errors_are_logged_without_their_text(remote, monkeypatch, caplog):
     _, there, states = remote
     monkeypatch.setattr(StateStore, "list", lambda store: 1 / 0)
@@ -216,7 +234,8 @@ def test_no_process_outlives_the_other(tmp_path, killed):
 def test_a_signal_to_both_processes_drains(tmp_path):
     save(language_model(), tmp_path / "model")
     process, url, child = start(tmp_path / "model")
-    with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60, verify=False) as answer:
+    body = LONG | {"max_tokens": 997}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, verify=False) as answer:
         lines = answer.iter_lines()
         next(lines)
         os.kill(child, signal.SIGTERM)  # as systemd does
@@ -226,4 +245,6 @@ def test_a_signal_to_both_processes_drains(tmp_path):
     assert json.loads(found[-2][6:])["choices"][0]["finish_reason"] == "length"
     _, said = process.communicate(timeout=30)
     assert process.returncode == 0, said
+    assert "draining: 1 requests" in said
+    assert "997 written" in said
     assert "nanobind" not in said

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,21 @@ def test_disk_budget(tmp_path):
     assert again.size() == store.size() > 0
     assert torch.equal(again.read(bytes([6]) * 32, torch.device("cpu"))["x"], torch.full((200,), 6.0))
     again.close()
+
+
+def test_the_oldest_file_is_looked_up_under_the_lock(tmp_path):
+    """A reader moves files to the end meanwhile, which an unlocked iteration does not survive."""
+    store = DiskStore(tmp_path, 0)
+
+    class Sizes(OrderedDict):
+        def __iter__(self):
+            assert store._lock.locked()
+            return super().__iter__()
+
+    store._sizes = Sizes()
+    store.write(bytes(32), {"x": torch.zeros(5)})
+    store.close()
+    assert store.size() == 0
 
 
 def test_a_full_disk_ends_writing(tmp_path, monkeypatch, caplog):

@@ -199,6 +199,10 @@ def test_the_command(teacher, text, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["linearize", "--model", str(teacher), "--data", str(text), "--out", str(out), "--lr", "0.5"])
     assert "is a run with other settings" in capsys.readouterr().err
+    (out / "run.json").write_text("{")
+    with pytest.raises(SystemExit):
+        main(["linearize", "--model", str(teacher), "--data", str(text), "--out", str(out)])
+    assert f"{out / 'run.json'} is damaged" in capsys.readouterr().err
 
 
 def write_gguf(path, model):

@@ -356,6 +356,7 @@ WRONG = {
     "a context": (["--task", "copy", "--context", "9"], "--context: for evaluating a saved model"),
     "tokens": (["--task", "copy", "--max-tokens", "9"], "--max-tokens: for evaluating a saved model"),
     "extensions": (["--task", "copy", "--extensions", ".py"], "--extensions: for evaluating a saved model"),
+    "format": (["--task", "copy", "--format", "bytes"], "--format: for evaluating a saved model"),
     "too short": (["--task", "mqar", "--length", "9"], "--length 9 is too short for mqar: use at least 16"),
     "no such device": (["--task", "copy", "--device", "gpu"], "unknown --device 'gpu'; there is cpu"),
     "steps of no task": (["--model", "x", "--data", "y", "--steps", "9"], "--steps: for training on a synthetic task"),

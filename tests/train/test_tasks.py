@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import random
 import zipfile
 from importlib import import_module
@@ -17,6 +18,7 @@ import torch
 from training import arguments, curve, longspan, trained
 
 from longspan import AttentionConfig, Classifier, ModelConfig, load
+from longspan.cli import predict as predict_command
 from longspan.models.checkpoint import write
 from longspan.train.data.readers import ReadOptions, find_source
 from longspan.train.data.tasks import SupervisedTask, guess_task, read_label
@@ -106,6 +108,24 @@ def test_classes_of_a_table(tmp_path: Path) -> None:
     other = write_rows(tmp_path / "y.csv", [{"note": "x y", "kind": "new"}, {"note": "y", "kind": "soft"}])
     done = longspan("eval", "--model", tmp_path / "run", "--data", other, log=tmp_path / "log")
     assert "the model does not know the class 'new'; it knows " in done.stderr
+
+
+def test_predictions_to_a_pipe_or_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(found: Any, data: Any, options: Any, file: Any, **_: Any) -> int:
+        return file.write("a,b\n")
+
+    monkeypatch.setattr("longspan.train.prediction.load_task_model", lambda *_: object())
+    monkeypatch.setattr("longspan.train.prediction.predict", write)
+    pipe, link, target = (tmp_path / name for name in ("pipe", "link", "target"))
+    os.mkfifo(pipe)
+    link.symlink_to(target)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for out in (pipe, link):
+        predict_command.main(["--model", str(tmp_path), "--data", "x", "--out", str(out)])
+    assert os.read(reader, 9) == target.read_bytes() == b"a,b\n"
+    os.close(reader)
+    assert pipe.is_fifo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe", "target"]
 
 
 def test_a_column_of_fractions_is_regression(tmp_path: Path) -> None:

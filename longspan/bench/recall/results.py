@@ -54,9 +54,10 @@ def key(row: Mapping[str, Any]) -> str:
 def read(path: Path) -> list[Row]:
     """Return the results in a file."""
     rows = jsonl.read(path, "task", "mechanism", "stage", "status")
-    # What older results do not state, and an option that some state and none has set.
+    # What older results do not state, and options that are gone, which no run had set.
     rows = [{"length_buckets": 1, "gate_noise": 0.0, **row} for row in rows]
-    return [{**row, "layer": {k: v for k, v in row["layer"].items() if (k, v) != ("token_shift", [])}} for row in rows]
+    gone: dict[str, Any] = {"token_shift": [], "out_norm": True, "out_gate": "silu"}
+    return [{**row, "layer": {k: v for k, v in row["layer"].items() if (k, v) not in gone.items()}} for row in rows]
 
 
 def best_lr(rows: Iterable[Row]) -> float:

@@ -28,8 +28,7 @@ from longspan.bench.recall.results import best_lr, identify, key, plot, read, ta
 from longspan.bench.recall.training import RecallRun, execute
 from longspan.bench.recall.variants import FIRST, RECIPES, LayerOptions, Recipe, model_config
 from longspan.bench.report import plot_beside
-from longspan.bench.subjects.base import is_out_of_memory, one_line
-from longspan.models.config import OutGate
+from longspan.bench.subjects.base import failure, one_line
 from longspan.train.synthetic.datasets import Dataset, cached_dataset
 from longspan.train.synthetic.tasks import SyntheticTask
 from longspan.utils import choose, printable
@@ -68,10 +67,6 @@ class RecallOptions:
     """Number of heads. By default 2; 4 for listops."""
     conv_size: int | None = None
     """Width of the convolution over queries, keys and values, 0 for none. By default 4; 0 for parity and listops."""
-    out_norm: bool | None = None
-    """Normalize each head's output. By default true."""
-    out_gate: OutGate | None = None
-    """Gate of the heads' outputs: none, sigmoid, silu. By default silu."""
     gate_noise: float | None = None
     """Standard deviation of noise added to the mechanisms' gates in training. By default 2 for parity, 0 otherwise."""
     compile: bool = False
@@ -373,8 +368,8 @@ def _work(connection: Connection, options: RecallOptions, threads: int, deadline
                 connection.send((key(identify(run)), {"status": "ok", **found}))
         except Exception as error:
             traceback.print_exc()
-            status = "out of memory" if is_out_of_memory(one_line(error)) else "error"
-            connection.send((None, {"status": status, "message": one_line(error)}))
+            failed = failure(error)
+            connection.send((None, {"status": failed.status, "message": failed.message}))
 
 
 def _end_with_parent() -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig, OutGate
+from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
 from longspan.train.presets import half_local
 from longspan.train.synthetic.tasks import ListOps, Needle, Parity, Recall, SelectiveCopy, SyntheticTask
-from longspan.utils import choose
 
 Spec = dict[str, Any] | list[dict[str, Any]]  # as in AttentionConfig: of all layers, or of each
 _DELTA_NEGATIVE = {"mechanism": "delta", "negative_eigenvalues": True}
@@ -68,13 +67,8 @@ class LayerOptions:
     """Number of heads."""
     conv_size: int = 4
     """Width of the convolution over queries, keys and values; 0 for none."""
-    out_norm: bool = True
-    """Normalize each head's output."""
-    out_gate: OutGate = "silu"
-    """Gate of the heads' outputs."""
 
     def __post_init__(self) -> None:
-        choose("out_gate", self.out_gate, get_args(OutGate))
         if self.dim % self.heads:
             raise ValueError(f"dim ({self.dim}) must be a multiple of heads ({self.heads})")
 
@@ -206,8 +200,8 @@ def model_config(score: SyntheticTask, spec: Spec, layer: LayerOptions) -> Model
         mechanism=spec,
         rotary={"softmax": "halves", "local": "halves"},
         conv_size=layer.conv_size,
-        out_norm=layer.out_norm,
-        out_gate=layer.out_gate,
+        out_norm=True,
+        out_gate="silu",
         out_bias=False,
     )
     return ModelConfig(

@@ -46,8 +46,6 @@ class ServeBenchOptions:
     """Requests per second, at random times, relative to what `generate` could answer; above 1 a queue builds up."""
     rounds: int = 1
     """How often the loads are offered in turn, each time after a measurement of `generate`."""
-    rate: float | None = None
-    """Requests per second, in place of loads."""
     prompt_tokens: tuple[int, ...] = (16, 256)
     """The fewest and the most tokens of a prompt; their logarithm is uniformly distributed."""
     max_tokens: tuple[int, ...] = (32, 512)
@@ -56,8 +54,6 @@ class ServeBenchOptions:
     """Tokens of the cached prompt."""
     distinct: int = 32
     """Number of different requests, each of which is first sent alone."""
-    stream: bool = True
-    """Stream the answers; otherwise the time to the first token is that of the whole answer."""
     serve_arguments: tuple[str, ...] = ()
     """More arguments of `longspan serve`, such as --threads=2."""
     cache: str = "0"
@@ -84,8 +80,6 @@ class ServeBenchOptions:
             choose("section", section, SECTIONS)
         if not self.sections:
             raise ValueError(f"sections must name at least one of {', '.join(SECTIONS)}")
-        if self.rate is not None and not 0 < self.rate < math.inf:
-            raise ValueError(f"rate must be a positive number of requests per second, got {self.rate}")
         if not self.loads or not all(0 < x < math.inf for x in self.loads):
             raise ValueError(f"loads must be positive numbers, got {', '.join(map(str, self.loads)) or 'none'}")
         least = self.rounds * len(self.loads)
@@ -210,6 +204,8 @@ def _plot(path: Path, results: list[LoadResult]) -> bool:
         return False
     from matplotlib.figure import Figure
 
+    from longspan.train.plots import to_png
+
     figure = Figure(figsize=(9, 3), layout="constrained")
     throughput, *times = figure.subplots(1, 3)
     loads = [x.load for x in results]
@@ -226,5 +222,5 @@ def _plot(path: Path, results: list[LoadResult]) -> bool:
         axis.set_xlabel("load")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
+    write_atomically(path, to_png(figure, dpi=150))
     return True

@@ -116,10 +116,9 @@ class Client:
         for _, writer in self._idle:
             writer.close()
 
-    async def ask(self, body: Mapping[str, Any], *, stream: bool = True) -> Answer:
-        """Send a request to /v1/completions and read its answer."""
-        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-        content = json.dumps({**body, **options}).encode()
+    async def ask(self, body: Mapping[str, Any]) -> Answer:
+        """Send a request to /v1/completions and read its answer, a stream."""
+        content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
         answer, begun = Answer(), time.perf_counter()
         try:
 
@@ -137,7 +136,7 @@ class Client:
         """Return the numbers at /metrics that have no labels, by name; none if the server does not report them."""
         found = {}
         with suppress(OSError, ValueError, EOFError):
-            async with self._request(self._head("GET", "/metrics") + "\r\n") as (_, _, parts):
+            async with self._request(self._head("GET", "/metrics") + "\r\n") as (_, parts):
                 body = b"".join([part async for part in parts])
             for line in body.decode().splitlines():
                 name, _, value = line.partition(" ")
@@ -146,11 +145,11 @@ class Client:
         return found
 
     async def _post(self, path: str, content: bytes) -> AsyncIterator[dict[str, Any]]:
-        """Post JSON; iterate over the events of the answer, or its one JSON object."""
+        """Post JSON; iterate over the events of the answer, or yield the error that is the answer."""
         head = self._head("POST", path) + "Content-Type: application/json\r\n"
         head += f"Content-Length: {len(content)}\r\n\r\n"
-        async with self._request(head, content) as (status, headers, parts):
-            if status != 200 or b"text/event-stream" not in headers:
+        async with self._request(head, content) as (status, parts):
+            if status != 200:
                 yield json.loads(b"".join([part async for part in parts]))
                 return
             left, ended = b"", False
@@ -164,19 +163,15 @@ class Client:
                 raise EOFError("the stream broke off")
 
     @asynccontextmanager
-    async def _request(self, head: str, content: bytes = b"") -> AsyncIterator[tuple[int, bytes, AsyncIterator[bytes]]]:
-        """Send a request; yield the status, the headers and the parts of the body, which must be read to its end."""
+    async def _request(self, head: str, content: bytes = b"") -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
+        """Send a request; yield the status and the parts of the body, which must be read to its end."""
         reader, writer = await self._connection()
         try:
             writer.write(head.encode() + content)
             await writer.drain()
             status = int((await reader.readline()).split()[1])
             headers = (await reader.readuntil(b"\r\n\r\n")).lower()
-            yield (
-                status,
-                headers,
-                _chunks(reader) if b"transfer-encoding: chunked" in headers else _whole(reader, headers),
-            )
+            yield status, _chunks(reader) if b"transfer-encoding: chunked" in headers else _whole(reader, headers)
         except BaseException:
             writer.close()
             raise
@@ -199,7 +194,7 @@ class Client:
 
 
 def _add(answer: Answer, event: dict[str, Any], now: float) -> None:
-    """Add an event of a stream, or a whole answer."""
+    """Add an event of a stream, or an error."""
     if "error" in event:
         answer.error = str(event["error"].get("message", event["error"]))
         return

@@ -127,10 +127,7 @@ class Round(NamedTuple):
 
     @property
     def window(self) -> tuple[float, float]:
-        """When the load is steady, see `LoadResult.steady_seconds`; the end is not after the beginning if it never is.
-
-        With answers that are not streamed, the time of a stream is not known, and the load is never steady.
-        """
+        """When the load is steady, see `LoadResult.steady_seconds`; its end is not after its start if it never is."""
         arrivals = [answer.arrived for answer in self.answers]
         longest = max((x.seconds - x.first for x in self.answers if x.first is not None and not x.error), default=0.0)
         return (min(arrivals) + longest, max(arrivals)) if longest else (0.0, 0.0)
@@ -182,12 +179,12 @@ def measure(options: ServeBenchOptions, model: LanguageModel) -> Iterator[list[L
         alone = asyncio.run(ask_alone(address, bodies))
         for i, (load, requests) in enumerate(_numbers(options)):
             raw = generate_rate(model, bodies, options)
-            rate = options.rate or load * raw / mean
+            rate = load * raw / mean
             print_progress(
                 f"generate, {options.slots} prompts together: {raw:,.0f} tokens/s; offering {rate:,.2f} requests/s"
             )
             order = _order(len(bodies), requests, options.seed + i)
-            sent = asyncio.run(send(address, [bodies[j] for j in order], rate, options, options.seed + i))
+            sent = asyncio.run(send(address, [bodies[j] for j in order], rate, options.seed + i))
             found = Round(sent.answers, [alone[j] for j in order], raw, rate, sent.samples, sent.client_seconds)
             rounds.setdefault(load, []).append(found)
             yield [summarize(load, found) for load, found in rounds.items()]
@@ -236,7 +233,7 @@ async def ask_alone(address: Address, bodies: Sequence[Body]) -> list[Answer]:
     return answers
 
 
-async def send(address: Address, bodies: Sequence[Body], rate: float, options: ServeBenchOptions, seed: int) -> Sent:
+async def send(address: Address, bodies: Sequence[Body], rate: float, seed: int) -> Sent:
     """Send requests at random times, `rate` of them per second; return what came back."""
     rng, begun, used, done = random.Random(seed + 1), time.perf_counter(), time.process_time(), 0
     samples: list[Sample] = []
@@ -245,7 +242,7 @@ async def send(address: Address, bodies: Sequence[Body], rate: float, options: S
         nonlocal done
         await asyncio.sleep(arrival - (time.perf_counter() - begun))
         arrived = time.perf_counter() - begun
-        answer = await client.ask(body, stream=options.stream)
+        answer = await client.ask(body)
         answer.arrived, done = arrived, done + 1
         return answer
 
@@ -348,7 +345,7 @@ def _cell(value: float | None, form: str) -> str:
 
 def _numbers(options: ServeBenchOptions) -> list[tuple[float, int]]:
     """Return the load of each round, and how many requests it gets; the same number but for one."""
-    loads = ((1.0,) if options.rate is not None else options.loads) * options.rounds
+    loads = options.loads * options.rounds
     bounds = [round(i * options.requests / len(loads)) for i in range(len(loads) + 1)]
     return [(load, bounds[i + 1] - bounds[i]) for i, load in enumerate(loads)]
 

@@ -55,12 +55,11 @@ class MeasurementConfig:
         repeats: Samples per process and step.
         seconds: Time budget of a step's samples; at least one is taken.
         timeout: Seconds after which a process is killed.
-        round_seconds: No further round is started after one that took longer than this.
         threads: CPU threads.
         memory_limit: GB that a process may allocate beyond its libraries; None for no limit.
         profile: Record the time of each CUDA kernel of longspan's subjects.
-        graphs: Also time steps replayed from CUDA graphs.
-        longest_graph: Milliseconds of the longest step that is; longer ones do not depend on the host.
+        longest_graph: Milliseconds of the longest step that is also timed from a CUDA graph; longer ones do not depend
+            on the host.
         check: Check the accuracy first.
         warm_up: Seconds for which a step is called on CUDA before it is timed.
         clock: "wall" or "processor", the time of a step on the CPU.
@@ -70,11 +69,9 @@ class MeasurementConfig:
     repeats: int = 5
     seconds: float = 10.0
     timeout: float = 900.0
-    round_seconds: float = 180.0
     threads: int = 1
     memory_limit: float | None = None
     profile: bool = True
-    graphs: bool = True
     longest_graph: float = math.inf
     check: bool = True
     warm_up: float = 0.2
@@ -245,7 +242,7 @@ def _measure_kernels(work: Workload, config: MeasurementConfig, result: Measurem
     if profile:
         result.kernels = kernel_ms(work.heaviest.run)
     for name, step in work.steps.items():
-        if not (step.graph and config.graphs) or median(result.times[name]) > config.longest_graph:
+        if not step.graph or median(result.times[name]) > config.longest_graph:
             continue
         try:
             replay = cuda_graph(step.run)
@@ -318,7 +315,13 @@ def one_line(error: BaseException | str) -> str:
     return line if len(line) <= 200 else line[:199] + "…"
 
 
-def is_out_of_memory(message: str) -> bool:
+def failure(error: Exception) -> Measurement:
+    """Return the result of a measurement that raised an error."""
+    message = one_line(error)
+    return Measurement("out of memory" if says_out_of_memory(message) else "error", message)
+
+
+def says_out_of_memory(message: str) -> bool:
     """Return whether an error of PyTorch, the C++ runtime or the system reports exhausted memory."""
     text = message.lower()
     return any(words in text for words in ("allocate memory", "out of memory", "bad_alloc", "memoryerror"))

@@ -1,4 +1,4 @@
-"""Functions of linear-attention-transformer: attention, rotary positions, token shift and small helpers."""
+"""Functions of linear-attention-transformer: attention, rotary positions and small helpers."""
 
 from __future__ import annotations
 
@@ -33,11 +33,6 @@ def default(value: Any, d: Any) -> Any:
     return d if value is None else value
 
 
-def cast_tuple(val: Any) -> tuple[Any, ...]:
-    """Return a tuple unchanged, and any other value, also a list, as a tuple of one."""
-    return val if isinstance(val, tuple) else (val,)
-
-
 def safe_div(n: Tensor, d: Tensor, eps: float = 1e-6) -> Tensor:
     """Divide n by d + eps in place."""
     return n.div_(d + eps)
@@ -65,21 +60,6 @@ def split_at_index(dim: int, index: int, t: Tensor) -> tuple[Tensor, Tensor]:
     """Return the parts of a tensor before and from an index along a dimension."""
     before = slice(None, index).indices(t.shape[dim])[1]
     return t.narrow(dim, 0, before), t.narrow(dim, before, t.shape[dim] - before)
-
-
-def shift(t: Tensor, amount: int, mask: Tensor | None = None) -> Tensor:
-    """Move tokens (B, T, dim) later by `amount` slots, or earlier if it is negative; zeros take the free slots.
-
-    Args:
-        t: The tokens.
-        amount: The number of slots.
-        mask: (B, T), True for tokens to move; the others are zero-filled, unless amount is 0.
-    """
-    if amount == 0:
-        return t
-    t = t if mask is None else t.masked_fill(~mask[..., None], 0)
-    amount = max(-t.shape[1], min(amount, t.shape[1]))
-    return F.pad(t, (0, 0, amount, -amount))
 
 
 def apply_rotory_pos_emb(q: Tensor, k: Tensor, sinu_pos: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from longspan.compat import linformer
 from longspan.compat.faithful import resolve_faithful
+from longspan.compat.helpers import shift
 from longspan.compat.layers import Chunk, as_bool, zero_fill
 from longspan.compat.linear_attention_transformer.functions import (
     LinearHeads,
     apply_rotory_pos_emb,
     clamped_causal_attn,
-    shift,
     split_at_index,
 )
 from longspan.compat.local_attention import LocalAttention

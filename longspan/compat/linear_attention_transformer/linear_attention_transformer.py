@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from longspan.compat.containers import ReversibleSequence, SequentialSequence
 from longspan.compat.faithful import resolve_faithful
-from longspan.compat.helpers import GELU_, exists, max_neg_value, rotate_every_two
+from longspan.compat.helpers import GELU_, cast_tuple, exists, max_neg_value, rotate_every_two, shift
 from longspan.compat.layers import Chunk, FeedForward, PreNorm, as_bool, zero_fill
 from longspan.compat.linear_attention_transformer.functions import (
     always,
     apply_rotory_pos_emb,
-    cast_tuple,
     causal_linear_attn,
     default,
     expand_dim,
@@ -26,7 +25,6 @@ from longspan.compat.linear_attention_transformer.functions import (
     linear_attn,
     merge_dims,
     safe_div,
-    shift,
     split_at_index,
 )
 from longspan.compat.linear_attention_transformer.keys import stack_keys

@@ -159,8 +159,6 @@ class LocalAttention(nn.Module):
             x if math.prod(x.shape[:-2]) == sequences else x.reshape(x.shape[-2:]).expand(*leading, -1, -1)
             for x in (k, v)
         )
-        if not n:
-            return v
         if attn_bias is not None:
             attn_bias = attn_bias.expand(-1, size, (self.look_backward + 1 + self.look_forward) * size)
         if self.faithful or not self._has_own_parts:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from longspan.compat.compressed import has_hooks
 from longspan.compat.faithful import resolve_faithful
 from longspan.compat.generate import (
     Filter,
@@ -22,7 +23,7 @@ from longspan.compat.generate import (
     top_p,
 )
 from longspan.compat.helpers import exists
-from longspan.compat.performer_pytorch.performer_pytorch import PerformerLM, has_hooks
+from longspan.compat.performer_pytorch.performer_pytorch import PerformerLM
 from longspan.ops.loss import IGNORE_INDEX
 
 __all__ = ["AutoregressiveWrapper", "exists", "repetition_penalty_fn", "top_k", "top_p"]

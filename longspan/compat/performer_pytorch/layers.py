@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from longspan.compat import layers
 from longspan.compat.faithful import resolve_faithful
+from longspan.compat.helpers import shift
 from longspan.compat.layers import sinusoidal_table
 from longspan.ops.rotary import rotate
 
@@ -30,11 +31,6 @@ def null_context() -> Iterator[None]:
     yield
 
 
-def cast_tuple(val: Any) -> tuple[Any, ...]:
-    """Return a tuple as it is, and another value as a tuple of one."""
-    return val if isinstance(val, tuple) else (val,)
-
-
 def get_module_device(module: nn.Module) -> torch.device:
     """Return the device of a module's first parameter."""
     return next(module.parameters()).device
@@ -43,21 +39,6 @@ def get_module_device(module: nn.Module) -> torch.device:
 def find_modules(nn_module: nn.Module, type: type[M]) -> list[M]:
     """Return all modules of a type in a module, which may be one itself."""
     return [module for module in nn_module.modules() if isinstance(module, type)]
-
-
-def shift(t: Tensor, amount: int, mask: Tensor | None = None) -> Tensor:
-    """Move tokens (B, T, dim) by `amount` slots, later if positive; zeros take their place.
-
-    Args:
-        t: The tokens.
-        amount: The number of slots.
-        mask: (B, T), True for real tokens; the others are replaced by zeros before they are moved.
-    """
-    if amount == 0:
-        return t
-    t = t if mask is None else t.masked_fill(~mask.bool()[..., None], 0)
-    amount = max(-t.shape[1], min(amount, t.shape[1]))
-    return F.pad(t, (0, 0, amount, -amount))
 
 
 class Always(nn.Module):

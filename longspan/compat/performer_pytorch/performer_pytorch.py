@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from longspan.compat.compressed import is_plain_linear
 from longspan.compat.faithful import faithful, resolve_faithful
-from longspan.compat.helpers import default, exists, rotate_every_two
+from longspan.compat.helpers import cast_tuple, default, exists, rotate_every_two, shift
 from longspan.compat.layers import Chunk, zero_fill
 from longspan.compat.local_attention import LocalAttention
 from longspan.compat.options import init_from
@@ -47,12 +48,10 @@ from longspan.compat.performer_pytorch.layers import (
     PreShiftTokens,
     ReZero,
     apply_rotary_pos_emb,
-    cast_tuple,
     empty,
     find_modules,
     get_module_device,
     null_context,
-    shift,
 )
 from longspan.compat.performer_pytorch.options import PerformerLMOptions, PerformerOptions
 from longspan.compat.performer_pytorch.projection_updater import ProjectionUpdater
@@ -319,7 +318,7 @@ class PerformerLM(CompatModel):
         """Return the mean cross-entropy of labels (B, T), ignoring labels of −100."""
         arguments: dict[str, Any] = {"mask": mask, "context": context, "context_mask": context_mask}
         head = self.token_emb if self.to_out is None else self.to_out
-        if self.to_out is not None and (type(head) is not nn.Linear or has_hooks(head)):
+        if self.to_out is not None and not is_plain_linear(head):
             logits = self(x, **arguments)
             return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
         # Without the logits of all tokens: for a large vocabulary they need more memory than the model.
@@ -366,11 +365,6 @@ def _current_options(performer: Performer, options: Any) -> Any:
         feature_redraw_interval=updater.feature_redraw_interval,
         auto_check_redraw=performer.auto_check_redraw,
     )
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has forward hooks, which see what it is called with and what it returns."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _drop_full(mask: Tensor | None) -> Tensor | None:

@@ -19,9 +19,10 @@ import codecs
 import hashlib
 import json
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -48,6 +49,7 @@ from longspan.train.data.readers import (
     map_file,
 )
 from longspan.train.data.tasks import SupervisedTask, TaskKind, check_classes
+from longspan.utils import is_disk_full
 
 TOKENS, TARGETS, VALUES, SEGMENTS, STORE = "tokens.bin", "targets.bin", "values.npy", "segments.npy", "store.json"
 FORMAT = 1
@@ -236,6 +238,19 @@ def open_store(
     store = _open(folder)
     _check_digest(store.metadata, sha256)
     return store
+
+
+@contextmanager
+def temporary_store(spec: StoreSpec) -> Iterator[TokenStore]:
+    """Yield a store in a temporary folder, which is removed at the end; see `open_store`."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            store = open_store(Path(folder) / "data", spec)
+        except OSError as error:
+            if is_disk_full(error):
+                error.filename = folder
+            raise
+        yield store
 
 
 def _is_store(folder: Path, key: str) -> bool:

@@ -51,11 +51,7 @@ def perplexity(model: Any, tokens: Tensor, context: int, *, mask: tuple[int, flo
         inputs, targets = window[None], torch.cat([window[1:], window.new_full((1,), IGNORE_INDEX)])[None]
         if mask is not None:
             inputs, targets = mask_tokens(window[None], *mask, seed=number)
-        logits = (
-            model(input_ids=inputs.to(device), use_cache=False).logits
-            if mask is None
-            else model(inputs.to(device)).logits
-        )
+        logits = model(input_ids=inputs.to(device), **({"use_cache": False} if mask is None else {})).logits
         losses = F.cross_entropy(logits[0].float(), targets[0].to(device), reduction="sum", ignore_index=IGNORE_INDEX)
         total, count = total + float(losses), count + int((targets != IGNORE_INDEX).sum())
     return math.exp(min(total / max(count, 1), 700))
@@ -86,11 +82,11 @@ def needle_accuracy(model: Any, tokenizer: Any, text: Tensor, length: int) -> fl
     needle, question, answer = (
         torch.tensor(tokenizer(words, add_special_tokens=False)["input_ids"]) for words in (NEEDLE, QUESTION, ANSWER)
     )
-    room = length - len(needle) - len(question) - len(answer)
-    if room < 0:
+    filler = length - len(needle) - len(question) - len(answer)
+    if filler < 0:
         return None
-    places = [int(depth * room) for depth in DEPTHS]
-    prompts = torch.stack([torch.cat([text[:x], needle, text[x:room], question, answer]) for x in places])
+    places = [int(depth * filler) for depth in DEPTHS]
+    prompts = torch.stack([torch.cat([text[:x], needle, text[x:filler], question, answer]) for x in places])
     right = 0
     for part in prompts.split(max(1, READ // length)):
         found = _read(model, part)[:, -len(answer) - 1 : -1].argmax(-1).cpu()
@@ -238,5 +234,4 @@ def continuations(model: Any, prompts: Sequence[Tensor]) -> list[list[int]]:
         out = model(input_ids=tokens, past_key_values=cache, use_cache=True)
         cache, tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
         written.append(tokens)
-    found: list[list[int]] = torch.cat(written, 1).tolist()
-    return found
+    return torch.cat(written, 1).tolist()

@@ -12,9 +12,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from longspan.distributed.mesh import Mesh, MeshShape
-from longspan.hf.swap import FAMILIES
 from longspan.train import setup
 from longspan.train.fsdp import is_sharded, local_part, uses_fsdp
+from longspan.train.linearize.stages import model_layers
 from longspan.utils import choose_device
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class Processes:
         """Shard the weights of each layer; embeddings and the output layer stay whole in every process."""
         from torch.distributed.fsdp import fully_shard
 
-        for layer in model.base_model.get_submodule(FAMILIES[model.config.model_type].layers):
+        for layer in model_layers(model):
             fully_shard(layer, mesh=self._mesh.weights)
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -58,7 +58,7 @@ from longspan.train.loggers import Logger, Record, RunLogger, format_duration, m
 from longspan.train.lora import lora_layers, remove_lora
 from longspan.train.run_folder import DATA, RUN, check_shared, cleaned, locked
 from longspan.train.signals import SignalHandler, StoppedError
-from longspan.utils import write_atomically
+from longspan.utils import read_json, write_atomically
 
 RESUME, STUDENT, TRAINING, REPORT = "resume", "student.safetensors", "training.pt", "report.html"
 LOG_STEPS = 10
@@ -533,7 +533,7 @@ class LinearizeRun:
         path = self.out / RUN
         if not path.exists():
             return
-        before = json.loads(path.read_text(encoding="utf-8"))["settings"]
+        before = read_json(path)["settings"]
         own = self._described()
         # Options that are newer than the run have their defaults.
         newer = {x.name: x.default for x in dataclasses.fields(self.settings) if x.name in own.keys() - before.keys()}

@@ -22,6 +22,7 @@ from longspan.models.transformer import LanguageModel
 from longspan.train.data.batches import derive_seed
 from longspan.train.linearize.teacher import Teacher
 from longspan.train.loggers import format_duration
+from longspan.utils import replace_file
 
 TOP_P = 0.95  # without unlikely tokens, after which a small model becomes incoherent
 MOST_ROWS = 2048  # sequences that are written together
@@ -157,10 +158,8 @@ def _progress(done: int, wanted: int, spent: float) -> str:
 def _save(path: Path, tokens: NDArray[np.int64], seconds: float) -> None:
     """Write a batch, complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    with open(partial, "wb") as file:
+    with replace_file(path) as partial, open(partial, "wb") as file:
         np.savez(file, tokens=tokens.astype(np.uint32), seconds=np.float64(seconds))
-    partial.replace(path)
 
 
 class _Writer:

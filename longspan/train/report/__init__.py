@@ -90,7 +90,7 @@ def write_report(runs: Sequence[LoggedRun], out: Path) -> list[Path]:
 def _read_log(path: Path) -> list[Record]:
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a regular file")
-    return [record for record in read_records(path) if isinstance(record, dict)]
+    return read_records(path)
 
 
 def _numbers(record: Record) -> Record:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from longspan.ops.loss import IGNORE_INDEX
 from longspan.train.synthetic.tasks import PADDING, Draw, SyntheticTask
+from longspan.utils import replace_file
 
 _BLOCK = 512  # sequences of one call of the generator
 _FORMAT = 1  # of cached files; increase it where a task's sequences change
@@ -103,9 +103,8 @@ def cached_dataset(
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         made = make_dataset(task, split, seed, size, pool)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        torch.save(vars(made), temporary)
-        temporary.replace(path)
+        with replace_file(path) as partial:
+            torch.save(vars(made), partial)
     return Dataset(**torch.load(path, weights_only=True))
 
 

@@ -141,11 +141,8 @@ class Copy(SyntheticTask):
     name = "copy"
     purpose = "repeat the first half of the sequence"
     symbols: ClassVar[int] = 16
+    vocab_size = symbols + 1
     min_length = 4
-
-    @property
-    def vocab_size(self) -> int:
-        return self.symbols + 1
 
     def chance(self, labels: Tensor) -> float:
         return 1 / self.symbols
@@ -172,11 +169,8 @@ class SelectiveCopy(SyntheticTask):
     name = "selective-copy"
     purpose = "repeat the symbols among blanks, in order"
     symbols: ClassVar[int] = 16
+    vocab_size = symbols + 2
     min_length = 4
-
-    @property
-    def vocab_size(self) -> int:
-        return self.symbols + 2
 
     @property
     def copied(self) -> int:
@@ -288,16 +282,13 @@ class Parity(SyntheticTask):
 
     name = "parity"
     purpose = "track the parity of the bits so far"
+    vocab_size = 2
     min_length = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.first <= self.length:
             raise ValueError(f"the first label of parity is at bit 1 to {self.length}, got {self.first}")
-
-    @property
-    def vocab_size(self) -> int:
-        return 2
 
     def chance(self, labels: Tensor) -> float:
         return 0.5
@@ -322,11 +313,8 @@ class Needle(SyntheticTask):
     name = "needle"
     purpose = "find one marked token in noise, at any depth"
     symbols: ClassVar[int] = 16
+    vocab_size = symbols + 2
     min_length = 4
-
-    @property
-    def vocab_size(self) -> int:
-        return self.symbols + 2
 
     def chance(self, labels: Tensor) -> float:
         return 1 / self.symbols
@@ -359,15 +347,12 @@ class ListOps(SyntheticTask):
     name = "listops"
     purpose = "evaluate nested operations on digits (Long Range Arena)"
     num_classes = 10
+    vocab_size = len(WORDS)
     default_length = 2000
     min_length = 16
     max_depth: ClassVar[int] = 10
     max_arguments: ClassVar[int] = 10
     nesting: ClassVar[float] = 0.25  # probability that an argument is an operation
-
-    @property
-    def vocab_size(self) -> int:
-        return len(WORDS)
 
     def chance(self, labels: Tensor) -> float:
         return float(labels.bincount().max() / len(labels))  # 0 and 9 are the most frequent values
