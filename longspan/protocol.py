@@ -93,8 +93,7 @@ class State:
         Raises:
             ValueError: If `index` is something else, or there is no such row.
         """
-        where = _as_index(index, self.length)
-        return self._map(lambda x: x[where])
+        return self._select(_as_index(index, self.length))
 
     def put(self: S, index: Index, rows: S) -> S:
         """Return a state with the rows at `index` replaced by `rows`: a new request in a running batch.
@@ -106,13 +105,7 @@ class State:
         Raises:
             ValueError: If `index` is not valid, or `rows` does not fit this state.
         """
-        self._check_same_type(rows, "rows must be")
-        where = _as_index(index, self.length, repeats=False)
-        if len(where) != len(rows.length):
-            raise ValueError(f"index names {len(where)} rows, but rows has {len(rows.length)}: they must be as many")
-        if (self.start is None) != (rows.start is None):
-            self, rows = self._with_start(), rows._with_start()
-        return self._map(lambda x, y: _put_rows(x, where, y), rows)
+        return self._put(_as_index(index, self.length, repeats=False), rows)
 
     def merge(self: S, later: S) -> S:
         """Return the state after this one's tokens followed by those of `later`. Merging is associative.
@@ -178,6 +171,24 @@ class State:
         """Merge the contents; the caller has checked `later` and sets start and length."""
         raise NotImplementedError(f"{type(self).__name__} cannot be merged: it does not implement _merge")
 
+    def _select(self: S, where: Tensor) -> S:
+        inner = self._nested_rows(where)
+        return self._map(lambda x: x[where], nested=lambda state: state._select(inner))
+
+    def _put(self: S, where: Tensor, rows: S) -> S:
+        """Replace the rows `where` (n,); a state that stores every token brings both to one size first."""
+        self._check_same_type(rows, "rows must be")
+        if len(where) != len(rows.length):
+            raise ValueError(f"index names {len(where)} rows, but rows has {len(rows.length)}: they must be as many")
+        if (self.start is None) != (rows.start is None):
+            self, rows = self._with_start(), rows._with_start()
+        inner = self._nested_rows(where)
+        return self._map(lambda x, y: _put_rows(x, where, y), rows, nested=lambda x, y: x._put(inner, y))
+
+    def _nested_rows(self, where: Tensor) -> Tensor:
+        """Return the rows of nested states that belong to the rows `where` (n,) of this one."""
+        return where
+
     def _with_start(self: S) -> S:
         return replace(self, start=torch.zeros_like(self.length)) if self.start is None else self
 
@@ -185,16 +196,16 @@ class State:
         if type(other) is not type(self):
             raise ValueError(f"{role} a {type(self).__name__} like this state, got {_describe(other)}")
 
-    def _map(self: S, function: Callable[..., Tensor], *others: S) -> S:
+    def _map(self: S, function: Callable[..., Tensor], *others: S, nested: Callable[..., State] | None = None) -> S:
+        """Apply a function to the tensors of this state and others, and `nested`, by default `_map`, to the states."""
+        nested = nested or (lambda state, *rest: state._map(function, *rest))
         changed: dict[str, Any] = {}
         for item in fields(self):
             value, rest = getattr(self, item.name), [getattr(other, item.name) for other in others]
             if isinstance(value, Tensor):
                 changed[item.name] = function(value, *rest)
             elif isinstance(value, tuple):
-                changed[item.name] = tuple(
-                    part._map(function, *parts) for part, *parts in zip(value, *rest, strict=True)
-                )
+                changed[item.name] = tuple(nested(*parts) for parts in zip(value, *rest, strict=True))
             elif any(value != other for other in rest):
                 raise ValueError(f"these states differ in {item.name}: {value} and {rest[0]}")
         return replace(self, **changed)
