@@ -39,7 +39,7 @@ class Packing:
             raise TypeError(f"lengths must be a sequence of integers, got {lengths!r}") from None
         if len(offsets) == 1 or offsets.dtype != torch.int64 or min(lengths) < 0:
             raise ValueError(f"lengths must be one or more non-negative integers, got {list(lengths)}")
-        return cls(offsets.to(device=device, dtype=torch.int32), max(lengths))
+        return cls(offsets.to(device=device, dtype=torch.int32), int(max(lengths)))
 
     @property
     def lengths(self) -> Tensor:

@@ -187,6 +187,10 @@ def test_bad_lengths(lengths: list[int]) -> None:
         Packing.from_lengths(lengths)
 
 
+def test_lengths_may_be_a_tensor() -> None:
+    assert type(Packing.from_lengths(torch.tensor([5, 12])).max_length) is int
+
+
 def test_key_packing() -> None:
     q, k, v = inputs(1, keys=S)
     two, three = Packing.from_lengths([5, 12]), Packing.from_lengths([5, 7, 7])
