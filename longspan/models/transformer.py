@@ -431,7 +431,7 @@ class LanguageModel(nn.Module):
     def _check_labels(self, labels: Tensor, tokens: Tensor) -> None:
         if not isinstance(labels, Tensor):
             raise TypeError(f"labels must be a tensor of the tokens' shape, got a {type(labels).__name__}")
-        if labels.shape != tokens.shape or labels.dtype != torch.int64:
+        if labels.shape != tokens.shape or labels.dtype not in (torch.int64, torch.int32):
             raise ValueError(
                 f"labels must be integers of the tokens' shape {tuple(tokens.shape)}, "
                 f"got {tuple(labels.shape)} {labels.dtype}"
