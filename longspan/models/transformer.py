@@ -74,13 +74,9 @@ class Transformer(nn.Module):
         if _layout is None:
             _layout = TokenLayout.of(x, causal=self.config.causal, key_mask=key_mask, packing=packing)
         self._redraw_features(_layout.shard)
-        if self.config.cross is not None:
-            if context is None:
-                raise ValueError("this model attends to a context: pass context=, of shape (B, S, dim)")
-            if _context_layout is None:
-                _context_layout = TokenLayout.of(context, causal=False, key_mask=context_mask, packing=context_packing)
-        elif context is not None or context_mask is not None or context_packing is not None:
-            raise ValueError("a context was given, but this model has no cross-attention: set ModelConfig.cross")
+        self._check_context(context, context_mask, context_packing)
+        if context is not None and _context_layout is None:
+            _context_layout = TokenLayout.of(context, causal=False, key_mask=context_mask, packing=context_packing)
         return self.normalize(self.stack(x, _layout, context, _context_layout))
 
     def new_state(
@@ -111,11 +107,10 @@ class Transformer(nn.Module):
         options: StateOptions = {"max_length": max_length, "start": start, "transition": transition}
         options["device"] = example.device if device is None else device
         options["dtype"] = example.dtype if dtype is None else dtype
+        self._check_context(context, context_mask)
         state = self.stack.new_state(batch_size, **options)
-        if self.config.cross is None:
-            return state
         if context is None:
-            raise ValueError("this model attends to a context: new_state needs context=, of shape (B, S, dim)")
+            return state
         branches = []
         for branch, held in zip(self.stack.branches, state.branches, strict=True):
             if held.cross:
@@ -148,6 +143,14 @@ class Transformer(nn.Module):
         layout = TokenLayout.of(x, causal=True, key_mask=filled, start=state.end)
         out, state = self.stack.extend(rolled[:, :, 0], layout, state)
         return span.unroll(self.normalize(out)[:, :, None])[:, :, 0], state
+
+    def _check_context(self, context: Tensor | None, *others: object) -> None:
+        """Raise ValueError unless there is a context where the model attends to one, and nothing of one elsewhere."""
+        if self.config.cross is None:
+            if any(given is not None for given in (context, *others)):
+                raise ValueError("a context was given, but this model has no cross-attention: set ModelConfig.cross")
+        elif context is None:
+            raise ValueError("this model attends to a context: pass context=, of shape (B, S, dim)")
 
     def normalize(self, x: Tensor) -> Tensor:
         """Apply the final norm."""
