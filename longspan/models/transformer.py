@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.layout import Packing, PaddedSpan, SequenceShard, TokenLayout
+from longspan.layout import Packing, PaddedSpan, SequenceShard, TokenLayout, check_key_mask
 from longspan.models.builder import build_stack
 from longspan.models.config import ModelConfig
 from longspan.models.layers import NORMS, Attention, latest_tokens
@@ -537,9 +537,12 @@ class VectorProjection(nn.Module):
         self.register_buffer("std", torch.ones(input_dim))
         self.to_dim = nn.Linear(input_dim, dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize and project x."""
+    def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """Normalize and project x. key_mask: (B, T) bool, True for real tokens."""
         _check_vectors(x, len(self.mean))
+        if key_mask is not None:  # NaN in padding would reach the gradients of the weights.
+            check_key_mask(key_mask, x, None)
+            x = x.masked_fill(~key_mask[..., None], 0)
         return self.to_dim((x - self.mean) / self.std)
 
 
@@ -563,8 +566,9 @@ class Classifier(nn.Module):
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """Compute logits (B, num_classes) of the mean over real tokens, or with `pooling="none"` of each token."""
+        x = x if self.project is None else self.project(x, key_mask)
         hidden = self.body.hidden if isinstance(self.body, LanguageModel) else self.body
-        return self.logits(hidden(x if self.project is None else self.project(x), key_mask=key_mask), key_mask=key_mask)
+        return self.logits(hidden(x, key_mask=key_mask), key_mask=key_mask)
 
     def logits(self, vectors: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """Compute logits of the body's vectors (B, T, dim), as `forward` does."""
