@@ -393,6 +393,8 @@ class Attention(nn.Module):
         self, state: State, context: Tensor, *, key_mask: Tensor | None = None, packing: Packing | None = None
     ) -> State:
         """Return the state of cross-attention after a context (B, S, dim), to be read by every `extend`."""
+        if not self.cross:
+            raise ValueError("self-attention takes no context: use extend, or build the layer with cross=True")
         layout = TokenLayout.of(context, causal=False, key_mask=key_mask, packing=packing)
         k, v, gates = self._project_keys(layout.zero_fill(context), None)
         return self.mechanism.write(state, k, v, gates=gates, key_mask=key_mask, packing=packing)
