@@ -49,7 +49,7 @@ from longspan.ops.normalizer import normalized_features
 from longspan.ops.normalizer import why_not_triton as why_not_normalizer
 from longspan.ops.shift import shift_left, shift_right
 from longspan.protocol import FeatureMap, Mechanism, Rotation, State
-from longspan.utils import choose
+from longspan.utils import check_integer, choose
 
 # Features of queries per span of tokens on a CPU, where tensors that leave the cache cost page faults as well; a span
 # is a multiple of MIN_SPAN tokens. All but the last MAX_SAVED spans are recomputed in the backward pass.
@@ -146,8 +146,7 @@ class LinearAttention(Mechanism):
         self.output_scale = output_scale
         self.blind_spot = blind_spot
         self.first_bucket = choose("first_bucket", first_bucket, ("causal", "zero"))
-        if blind_spot < 1:
-            raise ValueError(f"blind_spot must be at least 1 (no blind spot), got {blind_spot}")
+        check_integer("blind_spot", blind_spot, 1)
         if feature_map.unbounded and normalize == "none":
             raise ValueError(
                 f"{type(feature_map).__name__} features are exponentials, bounded only once divided: "

@@ -128,6 +128,16 @@ class LocalAttention(Mechanism):
         back, ahead = (self.window.back, self.window.ahead) if self.window.block_size else (None, None)
         self.window = _window(window, back, ahead, self.shared_qk)
 
+    def check_state(self, state: State, batch_size: int, dtype: torch.dtype | None = None) -> None:
+        """Raise ValueError unless the mechanism can continue from this state, which is as wide as its window."""
+        super().check_state(state, batch_size, dtype)
+        assert isinstance(state, LocalState)
+        if state.k.shape[2] != self._ring:
+            raise ValueError(
+                f"this state is of a window that reaches {state.k.shape[2] - 1} tokens back, the mechanism's reaches "
+                f"{self._ring - 1}: start from new_state()"
+            )
+
     @property
     def reach(self) -> tuple[int, int]:
         """The largest distances at which a bidirectional query sees keys before and after it."""
@@ -390,7 +400,7 @@ def _window(window: int | tuple[int, int], look_back: int | None, look_ahead: in
         if min(back, ahead) < 0:
             raise ValueError(f"look_back and look_ahead must not be negative, got {look_back} and {look_ahead}")
         return Window(window, back, ahead, False, shared_qk)
-    if len(window) != 2 or min(window) < 0:
+    if not isinstance(window, Sequence) or len(window) != 2 or min(window) < 0:
         raise ValueError(f"window must be a number of keys or (back, ahead), neither negative, got {window}")
     if look_back is not None or look_ahead is not None:
         raise ValueError(f"look_back and look_ahead go with a block size: window must be one number, got {window}")

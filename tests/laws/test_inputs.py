@@ -349,6 +349,7 @@ def test_bad_sizes(arguments: dict, says: tuple[str, ...]) -> None:
         ("local", {"xpos": 3.0}, ("xpos needs a positive scale base and an even head_dim", "got 3.0 and 5")),
         ("linformer", {"dropout": 2}, ("dropout must be in [0, 1)", "got 2")),
         ("linear", {"blind_spot": 0}, ("blind_spot must be at least 1", "got 0")),
+        ("local", {"window": 3.5}, ("window must be a number of keys or (back, ahead)", "got 3.5")),
         ("linear", {"feature_map": "softmax", "normalize": "none"}, ("exponentials", 'use normalize="query"')),
         ("performer", {"epsilon": 1e-4, "normalize": "feature"}, ("with an epsilon needs normalize",)),
         ("performer", {"num_features": 0}, ("num_features must be positive", "got 0")),
@@ -394,6 +395,11 @@ def test_bad_sizes(arguments: dict, says: tuple[str, ...]) -> None:
 def test_bad_options(name: str, options: dict, says: tuple[str, ...]) -> None:
     with refused(*says):
         build(name, **options)
+
+
+def test_a_blind_spot_of_half_a_token_is_refused() -> None:
+    with refused("blind_spot must be an integer, got 2.5", error=TypeError):
+        build("linear", blind_spot=2.5)
 
 
 def test_split_inside_a_group_of_heads() -> None:
