@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.distributed.collectives import gather, start_all_to_all, start_gather
-from longspan.layout import Packing, TokenLayout, check_key_mask, close_holes
+from longspan.layout import Packing, TokenLayout, check_key_mask, close_holes, lengths_to_mask, zero_fill
 from longspan.mechanisms.split import SplitAttention
 from longspan.models.layers import merge_latest
 from longspan.ops.loss import IGNORE_INDEX
@@ -384,7 +384,7 @@ class Shard:
             mask = None
         elif not ordered:
             held, keys, values, own = close_holes(mask, keys, values, own)
-            mask = torch.arange(longest, device=k.device) < held[:, None]
+            mask = lengths_to_mask(held, longest)
         starts = torch.cat([run.starts for run in mine])
         state = self._empty(inputs, starts, transition=True)
         return mechanism.write(state, keys, values, gates=own, key_mask=mask)
@@ -557,9 +557,7 @@ def _defer_bidirectional(inputs: _Inputs, q: Tensor) -> Callable[[State, State],
     if 0 in q.shape[:2]:
         return lambda before, after: mechanism._empty_output(q, k, v)
     if key_mask is not None:
-        hidden = ~key_mask[:, :, None, None]
-        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
-        gates = None if gates is None else gates.masked_fill(hidden, 0)
+        k, v, gates = zero_fill(~key_mask, k, v, gates)
     with torch.autocast(q.device.type, enabled=False):
         return mechanism._defer_bidirectional(q, k, v, gates=gates, key_mask=key_mask)
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from longspan.layout import lengths_to_mask
 from longspan.ops.common import dispatch
 from longspan.ops.decode import (
     CosSin,
@@ -363,4 +364,4 @@ class TimeStep(nn.Module):
 
 
 def _visible(lengths: Tensor | None, k: Tensor) -> Tensor | None:
-    return None if lengths is None else torch.arange(k.shape[1], device=k.device) < lengths[:, None]
+    return None if lengths is None else lengths_to_mask(lengths, k.shape[1])

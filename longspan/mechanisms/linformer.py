@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.layout import close_holes, zero_fill
+from longspan.layout import close_holes, lengths_to_mask, zero_fill
 from longspan.mechanisms.projection import Projection as Projection
 from longspan.mechanisms.write_buffer import PendingTokens
 from longspan.ops import compressed
@@ -279,7 +279,7 @@ class LinformerAttention(Mechanism):
         if key_mask is None or self.keep_slots:
             return key_mask, *xs
         lengths, *moved = close_holes(key_mask, *xs)
-        return torch.arange(key_mask.shape[1], device=key_mask.device) < lengths[:, None], *moved
+        return lengths_to_mask(lengths, key_mask.shape[1]), *moved
 
     def _take_visible(self, key_mask: Tensor, *xs: Tensor | None) -> tuple[Any, ...]:
         if not self.keep_slots:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from longspan.layout import lengths_to_mask, zero_fill
 from longspan.mechanisms.feature_maps import FusedMap, Hedgehog
 from longspan.mechanisms.gated import GatedMechanism, GatedState
 from longspan.mechanisms.linear import LinearAttention, LinearState
@@ -175,7 +176,7 @@ class MixtureAttention(Mechanism):
         window = self._attend_window(q, k, v, None, causal=True)
         if q.shape[1] <= self.window:
             return window[0].to(q.dtype)
-        visible = None if lengths is None else torch.arange(q.shape[1], device=q.device) < lengths[:, None]
+        visible = None if lengths is None else lengths_to_mask(lengths, q.shape[1])
         tokens = Tokens(k, v, gates, visible)
         found = self._read_features(q, tokens, None, self.window)
         if found is not None:
@@ -450,7 +451,7 @@ class MixtureAttention(Mechanism):
         assert isinstance(self.memory, GatedMechanism)
         k, v, gates, visible = tokens
         if visible is not None:
-            k, v = (x.masked_fill(~visible[:, :, None, None], 0) for x in (k, v))
+            k, v = zero_fill(~visible, k, v)
         log_decay, beta = self.memory._visible_gates(gates, k, visible)
         contents, values = self.memory._with_transition(memory, v)
         dtype = _kernel_dtype(q)

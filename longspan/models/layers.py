@@ -132,13 +132,13 @@ class ShortConvolution(nn.Module):
         """
         outputs, after = [], recent
         for bucket in (buckets := length_buckets(packing) if x.shape[1] else []):
-            (rows,), before = bucket.take(x[:, :, None]), recent[bucket.sequences]
+            (rows,), before = bucket.take(x), recent[bucket.sequences]
             # Not at the start of a sequence: zeros stand in `recent` where there is no token.
             start = torch.full_like(bucket.sequences, self.size - 1)
             layout = TokenLayout.of(rows, causal=True, key_mask=bucket.visible(), start=start)
-            outputs.append(self(rows[:, :, 0], layout, before)[:, :, None])
-            after = after.index_copy(0, bucket.sequences, latest_tokens(before, rows[:, :, 0], layout))
-        return repack(packing, buckets, outputs, x.shape[1])[:, :, 0] if buckets else x, after
+            outputs.append(self(rows, layout, before))
+            after = after.index_copy(0, bucket.sequences, latest_tokens(before, rows, layout))
+        return repack(packing, buckets, outputs, x.shape[1]) if buckets else x, after
 
     def step(self, x: Tensor, recent: Tensor) -> Tensor:
         """Map one token x (..., 1, channels), and append it to `recent` (..., size − 1, channels) in place."""
@@ -445,11 +445,10 @@ class Attention(nn.Module):
 
     def _extend_padded(self, x: Tensor, state: State, span: PaddedSpan) -> tuple[Tensor, State]:
         """Extend with each row's tokens moved to slot 0, where a short convolution sees those of the state before."""
-        (rolled,) = span.roll(x[:, :, None])
-        filled = torch.arange(x.shape[1], device=x.device) < span.lengths[:, None]
-        layout = TokenLayout.of(x, causal=True, key_mask=filled, start=state.end)
-        out, state = self.extend(rolled[:, :, 0], state, _layout=layout)
-        return span.unroll(out[:, :, None])[:, :, 0], state
+        (x,) = span.roll(x)
+        layout = TokenLayout.of(x, causal=True, key_mask=span.filled, start=state.end)
+        out, state = self.extend(x, state, _layout=layout)
+        return span.unroll(out), state
 
     def _check_recent(self, state: State) -> Tensor | None:
         """Return the tokens that a short convolution saw last; raise ValueError if the state is of another layer."""

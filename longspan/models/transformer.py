@@ -138,11 +138,10 @@ class Transformer(nn.Module):
             out, state = self.stack.extend(x, layout, state)
             return self.normalize(out), state
         span = PaddedSpan.of(key_mask)
-        (rolled,) = span.roll(x[:, :, None])
-        filled = torch.arange(x.shape[1], device=x.device) < span.lengths[:, None]
-        layout = TokenLayout.of(x, causal=True, key_mask=filled, start=state.end)
-        out, state = self.stack.extend(rolled[:, :, 0], layout, state)
-        return span.unroll(self.normalize(out)[:, :, None])[:, :, 0], state
+        (x,) = span.roll(x)
+        layout = TokenLayout.of(x, causal=True, key_mask=span.filled, start=state.end)
+        out, state = self.stack.extend(x, layout, state)
+        return span.unroll(self.normalize(out)), state
 
     def _check_context(self, context: Tensor | None, *others: object) -> None:
         """Raise ValueError unless there is a context where the model attends to one, and nothing of one elsewhere."""
@@ -312,8 +311,7 @@ class LanguageModel(nn.Module):
         span = None
         if self._embeds_inside and key_mask is not None and _layout is None and tokens.shape[1]:
             span = PaddedSpan.of(key_mask)
-            tokens = span.roll(tokens[:, :, None, None])[0][:, :, 0, 0]
-            key_mask = torch.arange(tokens.shape[1], device=tokens.device) < span.lengths[:, None]
+            (tokens,), key_mask = span.roll(tokens), span.filled
         layout = _layout
         if layout is None:
             layout = TokenLayout.of(tokens, causal=True, key_mask=key_mask, start=state.end)
@@ -325,7 +323,7 @@ class LanguageModel(nn.Module):
         if self._embeds_inside:
             _layout = replace(layout, tokens=tokens)
         out, state = self.transformer.extend(x, state, key_mask=key_mask, _layout=_layout)
-        out = out if span is None else span.unroll(out[:, :, None])[:, :, 0]
+        out = out if span is None else span.unroll(out)
         return out, state if recent is None else replace(state, recent=recent)
 
     def decode_step(self, tokens: Tensor, state: StackState) -> tuple[Tensor, StackState]:
