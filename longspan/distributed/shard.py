@@ -523,16 +523,14 @@ class Shard:
         ]
 
     def _first_run(self, rank: int) -> Run:
-        low, end = self.lows[rank], self.ends[rank]
-        return self._run(rank, low, low, end)
+        return self._run(rank, self.lows[rank])
 
     def _last_run(self, rank: int) -> Run:
-        low, end = self.lows[rank], self.ends[rank]
-        return self._run(rank, end - 1, low, end)
+        return self._run(rank, self.ends[rank] - 1)
 
-    def _run(self, rank: int, slot: int, low: int, end: int) -> Run:
-        """Return the run of the packed sequence that holds a slot, in a rank's piece from low to end."""
-        device = self.counts.device
+    def _run(self, rank: int, slot: int) -> Run:
+        """Return the run of the packed sequence that holds a slot, in a rank's piece."""
+        low, end, device = self.lows[rank], self.ends[rank], self.counts.device
         if low == end:
             zero = torch.zeros(1, dtype=torch.int64, device=device)
             return Run(slice(0, 0), -1, zero, zero, (0, 0))

@@ -320,12 +320,11 @@ class GatedMechanism(Mechanism):
     def _visible_gates(self, gates: Tensor | None, k: Tensor, visible: Tensor | None) -> Gates:
         """Activate gates; hidden tokens (B, S) neither fade the memory nor write."""
         if gates is not None and (gates.is_cuda or dispatch.recording is not None):
-            activation = self._gate_activation()
-            why = why_not_activated(gates, k, activation)
+            why = why_not_activated(gates, k)
             if dispatch.recording is not None:
                 dispatch.record("gate activation", "gates", why)
             if why is None:
-                return Gates(*activate_gates(gates, activation, visible))
+                return Gates(*activate_gates(gates, self._gate_activation(), visible))
         found = self._gates(gates, k)
         log_decay = None if found.log_decay is None else found.log_decay.clamp(min=LOG_UNDERFLOW[sum_dtype(k)])
         if visible is None:

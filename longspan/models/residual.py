@@ -412,9 +412,8 @@ class Stack(nn.Module):
         choose("execution", name, get_args(Execution))
         if name == "reverse" and self.topology != "double":
             raise ValueError(f'execution="reverse" needs residual="double", got residual="{self.topology}"')
-        for branch in self._branches():
-            if isinstance(branch.layer, Attention):
-                branch.layer.set_head_groups(name == "recompute_heads")
+        for _, layer in self.attention_layers():
+            layer.set_head_groups(name == "recompute_heads")
         self._execution = name
 
     def forward(
@@ -621,7 +620,7 @@ def run_reversible(
         streams = [x, x]
         for i, branch in enumerate(branches):
             y = recompute(branch, streams[1 - i % 2], layout, context, context_layout)
-            streams[i % 2] = streams[i % 2] + (y if branch.weight is None else y * branch.weight)
+            streams[i % 2] = branch.merge(streams[i % 2], y)
         return streams
     unique = list(dict.fromkeys(p for branch in branches for p in branch.parameters() if p.requires_grad))
     first, second = _Reversible.apply(  # type: ignore[no-untyped-call]
@@ -649,7 +648,7 @@ class _Reversible(torch.autograd.Function):
         for i, branch in enumerate(branches):
             ctx.random.append(_random_state(x))
             y = branch(streams[1 - i % 2], layout, context, context_layout)
-            streams[i % 2] = streams[i % 2] + (y if branch.weight is None else y * branch.weight)
+            streams[i % 2] = branch.merge(streams[i % 2], y)
         if ctx.autocast[1]:
             torch.clear_autocast_cache()  # PyTorch 2.10 would use these casts, which have no gradients, again.
         first, second = (stream.clone() if stream is x else stream for stream in streams)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from longspan.layout import Packing, PaddedSpan, SequenceShard, TokenLayout, check_key_mask
 from longspan.models.builder import build_stack
 from longspan.models.config import ModelConfig
-from longspan.models.layers import NORMS, Attention, latest_tokens
+from longspan.models.layers import NORMS, latest_tokens
 from longspan.models.ngrams import NgramEmbedding
 from longspan.models.positions import (
     AbsolutePositions,
@@ -21,7 +21,7 @@ from longspan.models.positions import (
     LearnedPositions,
     SinusoidalPositions,
 )
-from longspan.models.residual import ResidualBranch, StackState
+from longspan.models.residual import StackState
 from longspan.ops.common.torch_private import is_exporting
 from longspan.ops.decode import CurrentToken, fused_linear, module_function
 from longspan.ops.loss import IGNORE_INDEX, cap_logits, cross_entropy
@@ -111,13 +111,11 @@ class Transformer(nn.Module):
         state = self.stack.new_state(batch_size, **options)
         if context is None:
             return state
-        branches = []
-        for branch, held in zip(self.stack.branches, state.branches, strict=True):
-            if held.cross:
-                assert isinstance(branch, ResidualBranch)
-                assert isinstance(branch.layer, Attention)
-                held = replace(held, inner=(branch.layer.write(held.inner[0], context, key_mask=context_mask),))
-            branches.append(held)
+        branches = list(state.branches)
+        for i, layer in self.stack.attention_layers():
+            if layer.cross:
+                inner = layer.write(branches[i].inner[0], context, key_mask=context_mask)
+                branches[i] = replace(branches[i], inner=(inner,))
         return replace(state, branches=tuple(branches))
 
     def extend(
@@ -162,14 +160,13 @@ class Transformer(nn.Module):
         """
         if not self.training:
             return
-        for branch in self.stack.branches:
-            if isinstance(branch, ResidualBranch) and isinstance(branch.layer, Attention):
-                for part in branch.layer.mechanism.modules():
-                    if getattr(part, "redraw_interval", None) is not None:
-                        before = part.draw
-                        cast("Any", part).count_forward()
-                        if shard is not None and part.draw != before:
-                            shard.share(list(part.buffers()))
+        for _, layer in self.stack.attention_layers():
+            for part in layer.mechanism.modules():
+                if getattr(part, "redraw_interval", None) is not None:
+                    before = part.draw
+                    cast("Any", part).count_forward()
+                    if shard is not None and part.draw != before:
+                        shard.share(list(part.buffers()))
 
 
 class ModelStateOptions(StateOptions, total=False):
@@ -233,8 +230,7 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits (B, T, vocab_size) of vectors (B, T, dim) from `hidden`."""
-        narrow = hidden if self.from_dim is None else self.from_dim(hidden)
-        narrow = narrow if self.narrow_norm is None else self.narrow_norm(narrow)
+        narrow = self._narrow(hidden)
         logits = F.linear(narrow, self.embedding.weight) if self.to_logits is None else self.to_logits(narrow)
         return cap_logits(logits, self.config.logit_softcap)
 
@@ -273,11 +269,15 @@ class LanguageModel(nn.Module):
 
     def hidden_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Compute the mean cross-entropy of labels (B, T) from vectors (B, T, dim) of `hidden` or `extend_hidden`."""
-        narrow = hidden if self.from_dim is None else self.from_dim(hidden)
-        narrow = narrow if self.narrow_norm is None else self.narrow_norm(narrow)
+        narrow = self._narrow(hidden)
         weight = self.embedding.weight if self.to_logits is None else self.to_logits.weight
         bias = None if self.to_logits is None else self.to_logits.bias
         return cross_entropy(narrow.flatten(0, 1), weight, bias, labels.flatten(), self.config.logit_softcap)
+
+    def _narrow(self, hidden: Tensor) -> Tensor:
+        """Project vectors (B, T, dim) to the width of the embeddings."""
+        narrow = hidden if self.from_dim is None else self.from_dim(hidden)
+        return narrow if self.narrow_norm is None else self.narrow_norm(narrow)
 
     def new_state(self, batch_size: int, **options: Unpack[ModelStateOptions]) -> StackState:
         """Return an empty state; see `Transformer.new_state`."""
