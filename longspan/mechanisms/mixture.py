@@ -180,50 +180,32 @@ class MixtureAttention(Mechanism):
         tokens = Tokens(k, v, gates, visible)
         found = self._read_features(q, tokens, None, self.window)
         if found is not None:
-            return self._merge(q, window, found[:2])
+            return self._join_features(q, window, found[:2])
         return _join([window, self._attend_memory(q, tokens)]).to(q.dtype)
 
     def _extend(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> tuple[Tensor, MixtureState]:
-        local, memory, T, W = *_parts(state), q.shape[1], self.window
-        held = self._ordered(local)
-        # Slot t of both together leaves the window of new token t.
-        keys, values = torch.cat([held.k.to(k.dtype), k], 1), torch.cat([held.v.to(v.dtype), v], 1)
-        joined = None if gates is None or held.gates is None else torch.cat([held.gates.to(gates.dtype), gates], 1)
-        slot = torch.arange(W + T, device=q.device)
-        visible = slot >= W - state.length[:, None]
-        window = self._attend_window(q, keys, values, visible, causal=True)
-        number = T if lengths is None else lengths[:, None]
-        leaving = Tokens(
-            keys[:, :T], values[:, :T], None if joined is None else joined[:, :T], (visible & (slot < number))[:, :T]
-        )
+        local, memory = _parts(state)
+        joined = self._joined(local, k, v, gates, q.dtype)
+        leaving = self._leaving(joined, q.shape[1], lengths)
+        window = self._attend_window(q, joined.k, joined.v, joined.visible, causal=True)
         found = self._read_features(q, leaving, memory, 0)
         if found is None:
-            read, score, memory = self._scan(memory, q, leaving, remembers=state.length > W)
+            read, score, memory = self._scan(memory, q, leaving, remembers=state.length > self.window)
             out = _join([window, (read, score)]).to(q.dtype)
         else:
             assert isinstance(memory, LinearState)
-            out, memory = self._merge(q, window, found[:2]), replace(memory, kv=found[2], z=found[3])
-        return out, self._updated(state, self._write_local(local, k, v, gates, lengths), memory, T, lengths)
+            out, memory = self._join_features(q, window, found[:2]), replace(memory, kv=found[2], z=found[3])
+        return out, self._updated(state, self._write_local(local, k, v, gates, lengths), memory)
 
     def _write(
         self, state: State, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> MixtureState:
-        local, memory, T, W = *_parts(state), k.shape[1], self.window
-        held = self._ordered(local)
-        slot = torch.arange(W + T, device=k.device)
-        number = T if lengths is None else lengths[:, None]
-        visible = ((slot >= W - state.length[:, None]) & (slot < number))[:, :T]
-        joined = None if gates is None or held.gates is None else torch.cat([held.gates, gates.to(held.gates.dtype)], 1)
-        leaving = Tokens(
-            torch.cat([held.k, k.to(held.k.dtype)], 1)[:, :T],
-            torch.cat([held.v, v.to(held.v.dtype)], 1)[:, :T],
-            None if joined is None else joined[:, :T],
-            visible,
-        )
-        memory = self._remember(memory, leaving)
-        return self._updated(state, self._write_local(local, k, v, gates, lengths), memory, T, lengths)
+        local, memory = _parts(state)
+        joined = self._joined(local, k, v, gates, local.k.dtype)
+        memory = self._remember(memory, self._leaving(joined, k.shape[1], lengths))
+        return self._updated(state, self._write_local(local, k, v, gates, lengths), memory)
 
     def _read(self, state: State, q: Tensor) -> Tensor:
         local, memory = _parts(state)
@@ -419,8 +401,8 @@ class MixtureAttention(Mechanism):
         read, mass, kv, z = feature_attention(self.memory._query(q), f, v, *start, delay=delay)
         return read, mass.transpose(1, 2), kv, z
 
-    def _merge(self, q: Tensor, window: tuple[Tensor, Tensor], read: tuple[Tensor, Tensor]) -> Tensor:
-        """Join a window and what a linear memory returns."""
+    def _join_features(self, q: Tensor, window: tuple[Tensor, Tensor], read: tuple[Tensor, Tensor]) -> Tensor:
+        """Join a window and what `_read_features` returns."""
         if merge_kernels.why_not_triton(q, window[0]) is not None:
             return _join([window, self._scored(q, *read)]).to(q.dtype)
         weight, bias, value = self.mix_weight[None], self.mix_bias[None], None
@@ -493,6 +475,21 @@ class MixtureAttention(Mechanism):
         v, gates = v.split([self.value_dim, self.num_gates], -1)
         return Tokens(k, v, gates if self.num_gates else None, None)
 
+    def _joined(self, local: LocalState, k: Tensor, v: Tensor, gates: Tensor | None, dtype: torch.dtype) -> Tokens:
+        """Return the tokens of the window and T new ones, W + T in all; slot t leaves the window of new token t."""
+        held = self._ordered(local)
+        k, v = (torch.cat([x.to(dtype), new.to(dtype)], 1) for x, new in ((held.k, k), (held.v, v)))
+        if gates is not None and held.gates is not None:
+            gates = torch.cat([held.gates.to(dtype), gates.to(dtype)], 1)
+        visible = torch.arange(k.shape[1], device=k.device) >= self.window - local.length[:, None]
+        return Tokens(k, v, gates, visible)
+
+    def _leaving(self, joined: Tokens, T: int, lengths: Tensor | None) -> Tokens:
+        """Return the tokens that leave the window of T new ones, of which row b has lengths[b]."""
+        first = Tokens(*(None if x is None else x[:, :T] for x in joined))  # type: ignore[arg-type]
+        assert first.visible is not None
+        return first if lengths is None else first._replace(visible=first.visible & lengths_to_mask(lengths, T))
+
     def _filled(self, local: LocalState) -> Tensor:
         """Return (B, W), which slots of `_ordered` hold a token."""
         return torch.arange(self.window, device=local.end.device) >= self.window - local.length[:, None]
@@ -503,10 +500,9 @@ class MixtureAttention(Mechanism):
         v = v if gates is None else torch.cat([v, gates], -1)
         return self.local._write(local, k, v, gates=None, lengths=lengths)
 
-    def _updated(self, state: State, local: LocalState, memory: State, T: int, lengths: Tensor | None) -> MixtureState:
+    def _updated(self, state: State, local: LocalState, memory: State) -> MixtureState:
         assert isinstance(state, MixtureState)
-        length = state.length + (T if lengths is None else lengths)
-        return replace(state, length=length, parts=(local, replace(memory, length=length)))
+        return replace(state, length=local.length, parts=(local, replace(memory, length=local.length)))
 
 
 def _parts(state: State) -> tuple[LocalState, State]:
