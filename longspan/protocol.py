@@ -954,16 +954,16 @@ def start_positions(batch_size: int, start: Tensor | int | None, device: torch.d
 
 def _copy_into(state: State, after: State) -> State:
     """Return `after`, but for its length, in the tensors of `state` where they have the same shape."""
-    kept: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     for item in fields(state):
         old, new = getattr(state, item.name), getattr(after, item.name)
         if isinstance(old, tuple):
-            kept[item.name] = tuple(_copy_into(*parts) for parts in zip(old, new, strict=True))
+            changed[item.name] = tuple(_copy_into(*parts) for parts in zip(old, new, strict=True))
         elif item.name == "length":
-            kept[item.name] = old
+            changed[item.name] = old
         elif isinstance(old, Tensor) and old.shape == new.shape and old.dtype == new.dtype:
-            kept[item.name] = old if old.data_ptr() == new.data_ptr() else old.copy_(new)
-    return replace(after, **kept)
+            changed[item.name] = old if old.data_ptr() == new.data_ptr() else old.copy_(new)
+    return replace(after, **changed)
 
 
 def _batch_size(x: Tensor, packing: Packing | None) -> int:

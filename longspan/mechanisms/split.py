@@ -160,7 +160,7 @@ class SplitAttention(Mechanism):
         buffer = q.new_empty(*q.shape[:3], self.value_dim) if q.is_cuda and out is None else out
         buffers = [None] * len(self.sizes) if buffer is None else buffer.split(self.sizes, 2)
         given = zip(state.parts, self._queries(q), self._divide(k, v, gates), rotations, buffers, strict=True)
-        done = [part._decode_step(held, q, k, v, g, turn, into) for held, q, (part, k, v, g), turn, into in given]
+        done = [part._decode_step(held, q, k, v, g, angles, into) for held, q, (part, k, v, g), angles, into in given]
         found = torch.cat([answer for answer, _ in done], 2) if buffer is None else buffer
         after = tuple(held for _, held in done)
         unchanged = all(new is old for new, old in zip(after, state.parts, strict=True))

@@ -908,12 +908,12 @@ class ProductKeyMemory(nn.Module):
         queries = self.norm(self.to_queries(x).unflatten(-1, (2, self.num_heads, -1)))  # (B, T, 2, H, key_dim)
         scores, index = torch.einsum("btphd,hnpd->btphn", queries, self.keys).topk(self.best, -1)
         pairs = (scores[:, :, 0, :, :, None] + scores[:, :, 1, :, None]).flatten(-2)
-        places = (index[:, :, 0, :, :, None] * self.num_keys + index[:, :, 1, :, None]).flatten(-2)
+        rows = (index[:, :, 0, :, :, None] * self.num_keys + index[:, :, 1, :, None]).flatten(-2)
         scores, chosen = pairs.topk(self.best, -1)
-        places = places.gather(-1, chosen).flatten(-2)  # (B, T, H · best)
+        rows = rows.gather(-1, chosen).flatten(-2)  # (B, T, H · best), of the values
         weights = scores.softmax(-1).flatten(-2)
         return F.embedding_bag(
-            places.flatten(0, 1),
+            rows.flatten(0, 1),
             self.values.weight,
             per_sample_weights=weights.flatten(0, 1).to(self.values.weight.dtype),
             mode="sum",
