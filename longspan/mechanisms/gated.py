@@ -346,12 +346,11 @@ class TimeStep(nn.Module):
     Args:
         num_heads: One A_log each.
         channels: dt_bias per head; 1, or D for a decay per channel.
-        largest: A is drawn uniformly from 1 to this.
     """
 
-    def __init__(self, num_heads: int, channels: int = 1, largest: float = 16.0) -> None:
+    def __init__(self, num_heads: int, channels: int = 1) -> None:
         super().__init__()
-        self.A_log = nn.Parameter(torch.empty(num_heads).uniform_(1, largest).log())
+        self.A_log = nn.Parameter(torch.empty(num_heads).uniform_(1, 16).log())
         # softplus(dt_bias) is log-uniform from 0.001 to 0.1.
         step = torch.empty(num_heads, channels).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         self.dt_bias = nn.Parameter(step + (-(-step).expm1()).log())
