@@ -730,14 +730,7 @@ class Mechanism(nn.Module, ABC):
         return None
 
     def _defer(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        gates: Tensor | None,
-        lengths: Tensor | None,
-        start: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None, start: Tensor | None
     ) -> Callable[[State], Tensor]:
         """Begin causal attention of T ≥ 1 tokens as `defer` does; by default everything waits for the past."""
 

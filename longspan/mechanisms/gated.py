@@ -158,14 +158,7 @@ class GatedMechanism(Mechanism):
         return (own if beta is None else own * beta[..., None]) * v
 
     def _defer(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        gates: Tensor | None,
-        lengths: Tensor | None,
-        start: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None, start: Tensor | None
     ) -> Callable[[State], Tensor]:
         out, queries = self._from_empty_state(
             *self._queries_and_keys(q, k), v, *self._visible_gates(gates, k, _visible(lengths, k))

@@ -378,14 +378,7 @@ class LinearAttention(Mechanism):
         return self._scaled(attend(q, k, v, bucket=self.blind_spot, feature_map=phi.kind, lengths=lengths))
 
     def _defer(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        gates: Tensor | None,
-        lengths: Tensor | None,
-        start: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None, start: Tensor | None
     ) -> Callable[[State], Tensor]:
         phi = self.feature_map
         # A map with negative features may have a normalizer near zero before the past is added to it.

@@ -408,14 +408,7 @@ class LinformerAttention(Mechanism):
         return out, replace(state, length=length, k=keys, v=values)
 
     def _defer(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        gates: Tensor | None,
-        lengths: Tensor | None,
-        start: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None, start: Tensor | None
     ) -> Callable[[State], Tensor]:
         """Compute the scores of the new tokens; those of the past are added to them before the softmax."""
         begin = torch.zeros_like(q[:, 0, 0, 0], dtype=torch.int64) if start is None else start

@@ -257,14 +257,7 @@ class LocalAttention(Mechanism):
         return window_op.why_not_triton(q, k, v, self.window, xpos=self.xpos, packed=packed) is None
 
     def _defer(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        gates: Tensor | None,
-        lengths: Tensor | None,
-        start: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None, start: Tensor | None
     ) -> Callable[[State], Tensor]:
         ring = self._ring
         if q.shape[1] <= ring:

@@ -113,14 +113,7 @@ class SplitAttention(Mechanism):
         return torch.cat([part._attend_causal(q, k, v, gates=g, lengths=lengths) for q, (part, k, v, g) in parts], 2)
 
     def _defer(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        gates: Tensor | None,
-        lengths: Tensor | None,
-        start: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None, start: Tensor | None
     ) -> Callable[[State], Tensor]:
         parts = zip(self._queries(q), self._divide(k, v, gates), strict=True)
         finishes = [part._defer(q, k, v, gates=g, lengths=lengths, start=start) for q, (part, k, v, g) in parts]
