@@ -162,6 +162,12 @@ class MixtureAttention(Mechanism):
         memory = self.memory.new_state(batch_size, transition=transition, **options)
         return MixtureState.empty(batch_size, start, like.device, parts=(local, memory), mechanism=self)
 
+    def check_state(self, state: State, batch_size: int, dtype: torch.dtype | None = None) -> None:
+        """Raise ValueError unless window and memory can continue from their states."""
+        super().check_state(state, batch_size, dtype)
+        for part, held in zip((self.local, self.memory), _parts(state), strict=True):
+            part.check_state(held, batch_size)
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
         parts = [self._attend_window(q, k, v, key_mask, causal=False)]
         if q.shape[1] > self.window:

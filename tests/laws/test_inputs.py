@@ -276,10 +276,12 @@ def test_stale_draw() -> None:
     with refused("these states differ in draw: 0 and 1"):
         state.put([0], mechanism.new_state(1))
     split = build("split", parts=[{"mechanism": "performer", "num_heads": 3}])
-    held = split.new_state(B)
-    split.parts[0].redraw()
-    with refused(*says):
-        split.read(held, q)
+    mixture = build("mixture", memory={"mechanism": "performer", "kernel": "relu"})
+    for whole, part in ((split, split.parts[0]), (mixture, mixture.memory)):
+        held = whole.new_state(B)
+        part.redraw()
+        with refused(*says):
+            whole.read(held, q)
 
 
 def test_linformer_beyond_its_table() -> None:
