@@ -263,13 +263,18 @@ class FeatureMap(nn.Module, ABC):
 
     def shares(self, k: Tensor, visible: Tensor | None) -> Tensor:
         """Return each key's share of each feature's sum over the visible keys (B, S): (B, S, Hkv, M)."""
-        f, scale = self.key(k)
-        if visible is not None:
-            f = f.masked_fill(~visible[:, :, None, None], 0)
-            scale = None if scale is None else scale.masked_fill(~visible[:, :, None], FLOOR)
+        f, scale = self._visible_key(k, visible)
         if scale is not None:
             f = f * (scale - scale.amax(1, keepdim=True)).exp()[..., None]
         return safe_divide(f, f.sum(1, keepdim=True))
+
+    def _visible_key(self, k: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Map keys as `key` does; hidden ones have no features."""
+        f, scale = self.key(k)
+        if visible is None:
+            return f, scale
+        scale = None if scale is None else scale.masked_fill(~visible[:, :, None], FLOOR)
+        return f.masked_fill(~visible[:, :, None, None], 0), scale
 
 
 class AttentionLayer(Protocol):

@@ -617,10 +617,7 @@ class LinearAttention(Mechanism):
         self, k: Tensor, v: Tensor, visible: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return features, log scale and values in the dtype of the sums; hidden keys have no features."""
-        f, scale = self.feature_map.key(k.to(dtype))
-        if visible is not None:
-            f = f.masked_fill(~visible[:, :, None, None], 0)
-            scale = None if scale is None else scale.masked_fill(~visible[:, :, None], FLOOR)
+        f, scale = self.feature_map._visible_key(k.to(dtype), visible)
         return f, scale, v.to(f.dtype)
 
     def _with_count(self, v: Tensor, visible: Tensor | None) -> Tensor:

@@ -40,6 +40,14 @@ class LocalState(State):
         ring, last = self.k.shape[2], self.end[:, None] - 1
         return last - (last - torch.arange(ring, device=last.device)) % ring
 
+    def ordered(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values (B, ring, Hkv, ·) from the oldest to the latest, empty slots first."""
+        B, Hkv, ring, _ = self.k.shape
+        index = (self.end[:, None] + torch.arange(ring, device=self.k.device)) % ring
+        index = index.repeat_interleave(Hkv, 0)
+        k, v = (take_tokens(x.flatten(0, 1), index).unflatten(0, (B, Hkv)).transpose(1, 2) for x in (self.k, self.v))
+        return k, v
+
     def _merge(self, later: LocalState) -> LocalState:
         newer = (later.positions() >= self.end[:, None])[:, None, :, None]
         return replace(self, k=torch.where(newer, later.k, self.k), v=torch.where(newer, later.v, self.v))
@@ -272,19 +280,16 @@ class LocalAttention(Mechanism):
         self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> tuple[Tensor, LocalState]:
         assert isinstance(state, LocalState)
-        ring, end, given = self._ring, state.end, q.dtype
+        ring, given = self._ring, q.dtype
         q, k, v = (x.to(state.k.dtype) for x in (q, k, v))
-        index = (end[:, None] + torch.arange(ring, device=q.device)) % ring
-        heads = index.repeat_interleave(self.num_kv_heads, 0)
-        ordered = (take_tokens(x.flatten(0, 1), heads) for x in (state.k, state.v))
-        recent = [x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in ordered]
-        keys, values = torch.cat([recent[0], self._key(k)], 1), torch.cat([recent[1], v], 1)
+        recent_k, recent_v = state.ordered()
+        keys, values = torch.cat([recent_k, self._key(k)], 1), torch.cat([recent_v, v], 1)
         key_mask = None
         if state.start is not None:  # Slots before the start are empty, though their positions are not negative.
             slot = torch.arange(keys.shape[1], device=q.device)
             key_mask = slot >= ring - state.length[:, None]
         window = self.window._replace(causal=True)
-        out = self._windowed(q, keys, values, window, key_mask=key_mask, start=end - ring)
+        out = self._windowed(q, keys, values, window, key_mask=key_mask, start=state.end - ring)
         return out.to(given), self._write(state, k, v, gates=None, lengths=lengths)
 
     def _write(self, state: State, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None) -> LocalState:

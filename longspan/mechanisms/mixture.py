@@ -475,9 +475,7 @@ class MixtureAttention(Mechanism):
 
     def _ordered(self, local: LocalState) -> Tokens:
         """Return the tokens of the window in order (B, W, ·), the last in the last slot."""
-        ring = local.k.shape[2]
-        index = (local.end[:, None] + torch.arange(ring, device=local.end.device)) % ring
-        k, v = (torch.take_along_dim(x, index[:, None, :, None], 2).transpose(1, 2) for x in (local.k, local.v))
+        k, v = local.ordered()
         v, gates = v.split([self.value_dim, self.num_gates], -1)
         return Tokens(k, v, gates if self.num_gates else None, None)
 
