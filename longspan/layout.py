@@ -39,7 +39,7 @@ class Packing:
             raise TypeError(f"lengths must be a sequence of integers, got {lengths!r}") from None
         if len(offsets) == 1 or offsets.dtype != torch.int64 or min(lengths) < 0:
             raise ValueError(f"lengths must be one or more non-negative integers, got {list(lengths)}")
-        return cls(offsets.to(device=device, dtype=torch.int32), max(lengths))
+        return cls(offsets.to(device=device, dtype=torch.int32), int(max(lengths)))
 
     @property
     def lengths(self) -> Tensor:
@@ -86,21 +86,40 @@ class PaddedSpan(NamedTuple):
             right_padded = not bool(first.any())
         return cls(key_mask, first, key_mask.sum(1), right_padded)
 
+    @property
+    def filled(self) -> Tensor:
+        """(B, T) bool, which slots hold a token after `roll`."""
+        return lengths_to_mask(self.lengths, self.mask.shape[1])
+
     def roll(self, *xs: Tensor | None) -> tuple[Any, ...]:
-        """Move each row's span to slot 0 and zero-fill what follows. xs: (B, T, ·, ·) or None."""
+        """Move each row's span to slot 0 and zero-fill what follows. xs: (B, T, ...) or None."""
         if self.right_padded:
             return zero_fill(~self.mask, *xs)
         slots = torch.arange(self.mask.shape[1], device=self.mask.device)
         index = (self.start[:, None] + slots).clamp(max=len(slots) - 1)
-        rolled = [None if x is None else torch.take_along_dim(x, index[:, :, None, None], 1) for x in xs]
-        return zero_fill(slots >= self.lengths[:, None], *rolled)
+        return zero_fill(slots >= self.lengths[:, None], *_take_slots(index, *xs))
 
     def unroll(self, out: Tensor) -> Tensor:
-        """Move the outputs back to the tokens' slots; hidden slots are zero."""
+        """Move outputs (B, T, ...) back to the tokens' slots; hidden slots are zero."""
         if not self.right_padded:
             index = torch.arange(self.mask.shape[1], device=self.mask.device) - self.start[:, None]
-            out = torch.take_along_dim(out, index.clamp(min=0)[:, :, None, None], 1)
-        return out.masked_fill(~self.mask[:, :, None, None], 0)
+            (out,) = _take_slots(index.clamp(min=0), out)
+        return zero_fill(~self.mask, out)[0]
+
+
+def _take_slots(index: Tensor, *xs: Tensor | None) -> list[Any]:
+    """Return xs (B, T, ...), each row with its slots at index (B, n); None stays None."""
+    return [None if x is None else torch.take_along_dim(x, expand_like(index, x), 1) for x in xs]
+
+
+def expand_like(index: Tensor, x: Tensor) -> Tensor:
+    """Return a mask or an index of tokens (B, T) with as many dimensions as x (B, T, ...)."""
+    return index.reshape(*index.shape, *[1] * (x.ndim - 2))
+
+
+def lengths_to_mask(lengths: Tensor, size: int) -> Tensor:
+    """Return the mask (B, size) of rows whose first lengths (B,) slots hold a token."""
+    return torch.arange(size, device=lengths.device) < lengths[:, None]
 
 
 def close_holes(key_mask: Tensor, *xs: Tensor | None) -> tuple[Any, ...]:
@@ -108,15 +127,13 @@ def close_holes(key_mask: Tensor, *xs: Tensor | None) -> tuple[Any, ...]:
 
     Args:
         key_mask: (B, S) bool, True for visible tokens.
-        *xs: (B, S, ·, ·) or None.
+        *xs: (B, S, ...) or None.
 
     Returns:
         The number of visible tokens (B,), and xs.
     """
     order, lengths = key_mask.int().argsort(dim=1, descending=True, stable=True), key_mask.sum(1)
-    moved = [None if x is None else torch.take_along_dim(x, order[:, :, None, None], 1) for x in xs]
-    hidden = torch.arange(key_mask.shape[1], device=key_mask.device) >= lengths[:, None]
-    return lengths, *zero_fill(hidden, *moved)
+    return lengths, *zero_fill(~lengths_to_mask(lengths, key_mask.shape[1]), *_take_slots(order, *xs))
 
 
 def take_tokens(x: Tensor, index: Tensor) -> Tensor:
@@ -134,10 +151,10 @@ class LengthBucket(NamedTuple):
 
     def visible(self, of: int = 0) -> Tensor:
         """(rows, slots): which slots hold a token."""
-        return torch.arange(self.slots[of].shape[1], device=self.sequences.device) < self.lengths[of][:, None]
+        return lengths_to_mask(self.lengths[of], self.slots[of].shape[1])
 
     def take(self, *xs: Tensor | None, of: int = 0) -> tuple[Any, ...]:
-        """Gather the bucket's rows from packed xs (1, T, ·, ·) or None; padding is zero."""
+        """Gather the bucket's rows from packed xs (1, T, ...) or None; padding is zero."""
         rows = (None if x is None else x[0][self.slots[of].clamp(max=x.shape[1] - 1)] for x in xs)
         return zero_fill(~self.visible(of), *rows)
 
@@ -169,7 +186,7 @@ def length_buckets(*packings: Packing) -> list[LengthBucket]:
 
 
 def repack(packing: Packing, buckets: list[LengthBucket], outputs: list[Tensor], total: int) -> Tensor:
-    """Return the buckets' padded outputs as one packed row (1, total, H, E)."""
+    """Return the buckets' padded outputs (rows, slots, ...) as one packed row (1, total, ...)."""
     offsets = packing.offsets.long()
     first, base = torch.zeros_like(offsets[1:]), 0
     for bucket in buckets:
@@ -183,9 +200,9 @@ def repack(packing: Packing, buckets: list[LengthBucket], outputs: list[Tensor],
 
 
 def zero_fill(hidden: Tensor, *xs: Tensor | None) -> tuple[Any, ...]:
-    """Return xs (B, T, ·, ·) with the slots in hidden (B, T) set to zero; None stays None."""
+    """Return xs (B, T, ...) with the slots in hidden (B, T) set to zero; None stays None."""
     # Filled, not multiplied: padding may hold NaN.
-    return tuple(None if x is None else x.masked_fill(hidden[:, :, None, None], 0) for x in xs)
+    return tuple(None if x is None else x.masked_fill(expand_like(hidden, x), 0) for x in xs)
 
 
 class SequenceShard(Protocol):
@@ -298,9 +315,7 @@ class TokenLayout:
 
     def zero_fill(self, x: Tensor) -> Tensor:
         """Return x (B, T, ...) with hidden tokens zero: NaN there would reach the gradients of the weights."""
-        if self.key_mask is None:
-            return x
-        return x.masked_fill(~self.key_mask.reshape(*self.key_mask.shape, *[1] * (x.ndim - 2)), 0)
+        return x if self.key_mask is None else zero_fill(~self.key_mask, x)[0]
 
     def count(self) -> int | Tensor:
         """Return the number of real tokens of each row, of all ranks: (B,), or one number for all rows."""

@@ -93,8 +93,7 @@ class State:
         Raises:
             ValueError: If `index` is something else, or there is no such row.
         """
-        where = _as_index(index, self.length)
-        return self._map(lambda x: x[where])
+        return self._select(_as_index(index, self.length))
 
     def put(self: S, index: Index, rows: S) -> S:
         """Return a state with the rows at `index` replaced by `rows`: a new request in a running batch.
@@ -106,13 +105,7 @@ class State:
         Raises:
             ValueError: If `index` is not valid, or `rows` does not fit this state.
         """
-        self._check_same_type(rows, "rows must be")
-        where = _as_index(index, self.length, repeats=False)
-        if len(where) != len(rows.length):
-            raise ValueError(f"index names {len(where)} rows, but rows has {len(rows.length)}: they must be as many")
-        if (self.start is None) != (rows.start is None):
-            self, rows = self._with_start(), rows._with_start()
-        return self._map(lambda x, y: _put_rows(x, where, y), rows)
+        return self._put(_as_index(index, self.length, repeats=False), rows)
 
     def merge(self: S, later: S) -> S:
         """Return the state after this one's tokens followed by those of `later`. Merging is associative.
@@ -178,6 +171,24 @@ class State:
         """Merge the contents; the caller has checked `later` and sets start and length."""
         raise NotImplementedError(f"{type(self).__name__} cannot be merged: it does not implement _merge")
 
+    def _select(self: S, where: Tensor) -> S:
+        inner = self._nested_rows(where)
+        return self._map(lambda x: x[where], nested=lambda state: state._select(inner))
+
+    def _put(self: S, where: Tensor, rows: S) -> S:
+        """Replace the rows `where` (n,); a state that stores every token brings both to one size first."""
+        self._check_same_type(rows, "rows must be")
+        if len(where) != len(rows.length):
+            raise ValueError(f"index names {len(where)} rows, but rows has {len(rows.length)}: they must be as many")
+        if (self.start is None) != (rows.start is None):
+            self, rows = self._with_start(), rows._with_start()
+        inner = self._nested_rows(where)
+        return self._map(lambda x, y: _put_rows(x, where, y), rows, nested=lambda x, y: x._put(inner, y))
+
+    def _nested_rows(self, where: Tensor) -> Tensor:
+        """Return the rows of nested states that belong to the rows `where` (n,) of this one."""
+        return where
+
     def _with_start(self: S) -> S:
         return replace(self, start=torch.zeros_like(self.length)) if self.start is None else self
 
@@ -185,16 +196,16 @@ class State:
         if type(other) is not type(self):
             raise ValueError(f"{role} a {type(self).__name__} like this state, got {_describe(other)}")
 
-    def _map(self: S, function: Callable[..., Tensor], *others: S) -> S:
+    def _map(self: S, function: Callable[..., Tensor], *others: S, nested: Callable[..., State] | None = None) -> S:
+        """Apply a function to the tensors of this state and others, and `nested`, by default `_map`, to the states."""
+        nested = nested or (lambda state, *rest: state._map(function, *rest))
         changed: dict[str, Any] = {}
         for item in fields(self):
             value, rest = getattr(self, item.name), [getattr(other, item.name) for other in others]
             if isinstance(value, Tensor):
                 changed[item.name] = function(value, *rest)
             elif isinstance(value, tuple):
-                changed[item.name] = tuple(
-                    part._map(function, *parts) for part, *parts in zip(value, *rest, strict=True)
-                )
+                changed[item.name] = tuple(nested(*parts) for parts in zip(value, *rest, strict=True))
             elif any(value != other for other in rest):
                 raise ValueError(f"these states differ in {item.name}: {value} and {rest[0]}")
         return replace(self, **changed)
@@ -252,13 +263,18 @@ class FeatureMap(nn.Module, ABC):
 
     def shares(self, k: Tensor, visible: Tensor | None) -> Tensor:
         """Return each key's share of each feature's sum over the visible keys (B, S): (B, S, Hkv, M)."""
-        f, scale = self.key(k)
-        if visible is not None:
-            f = f.masked_fill(~visible[:, :, None, None], 0)
-            scale = None if scale is None else scale.masked_fill(~visible[:, :, None], FLOOR)
+        f, scale = self._visible_key(k, visible)
         if scale is not None:
             f = f * (scale - scale.amax(1, keepdim=True)).exp()[..., None]
         return safe_divide(f, f.sum(1, keepdim=True))
+
+    def _visible_key(self, k: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Map keys as `key` does; hidden ones have no features."""
+        f, scale = self.key(k)
+        if visible is None:
+            return f, scale
+        scale = None if scale is None else scale.masked_fill(~visible[:, :, None], FLOOR)
+        return f.masked_fill(~visible[:, :, None, None], 0), scale
 
 
 class AttentionLayer(Protocol):
@@ -719,14 +735,7 @@ class Mechanism(nn.Module, ABC):
         return None
 
     def _defer(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        gates: Tensor | None,
-        lengths: Tensor | None,
-        start: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None, start: Tensor | None
     ) -> Callable[[State], Tensor]:
         """Begin causal attention of T ≥ 1 tokens as `defer` does; by default everything waits for the past."""
 
@@ -943,16 +952,16 @@ def start_positions(batch_size: int, start: Tensor | int | None, device: torch.d
 
 def _copy_into(state: State, after: State) -> State:
     """Return `after`, but for its length, in the tensors of `state` where they have the same shape."""
-    kept: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     for item in fields(state):
         old, new = getattr(state, item.name), getattr(after, item.name)
         if isinstance(old, tuple):
-            kept[item.name] = tuple(_copy_into(*parts) for parts in zip(old, new, strict=True))
+            changed[item.name] = tuple(_copy_into(*parts) for parts in zip(old, new, strict=True))
         elif item.name == "length":
-            kept[item.name] = old
+            changed[item.name] = old
         elif isinstance(old, Tensor) and old.shape == new.shape and old.dtype == new.dtype:
-            kept[item.name] = old if old.data_ptr() == new.data_ptr() else old.copy_(new)
-    return replace(after, **kept)
+            changed[item.name] = old if old.data_ptr() == new.data_ptr() else old.copy_(new)
+    return replace(after, **changed)
 
 
 def _batch_size(x: Tensor, packing: Packing | None) -> int:

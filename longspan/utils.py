@@ -41,7 +41,7 @@ def check_torch() -> None:
 
 
 def choose(what: str, given: str, allowed: Iterable[str]) -> str:
-    """`given`, if it is one of `allowed`; otherwise an error that lists them and the nearest."""
+    """Return `given` if it is one of `allowed`, or raise a ValueError that lists them and suggests the nearest."""
     names = list(allowed)
     if given in names:
         return given
@@ -62,7 +62,7 @@ def check_integer(name: str, value: object, minimum: int) -> None:
 
 
 def nearest(given: object, names: Iterable[str]) -> str:
-    """A question whether the closest of `names` was meant, to end an error with; empty if none is close."""
+    """Return a question whether the closest of `names` was meant, to end an error with; empty if none is close."""
     close = get_close_matches(str(given), list(names), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -205,7 +205,7 @@ def render_template(package: str, name: str, **values: Any) -> str:
 
 
 def commit(package: Path = Path(__file__).parent) -> dict[str, Any] | None:
-    """The commit of longspan's checkout and whether the package differs from it.
+    """Return the commit of longspan's checkout and whether the package differs from it.
 
     None if the package is not in a checkout of its own: it is installed, or part of another repository.
     """

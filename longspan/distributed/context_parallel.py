@@ -68,7 +68,7 @@ class ContextParallel(nn.Module):
             context_mask: (B, S) bool, True for real tokens of that piece.
 
         Returns:
-            What the model returns for the piece; of a Classifier the logits of the whole, on every rank.
+            What the model returns for the piece; of a Classifier of sequences the logits of the whole, on every rank.
         """
         model = self.model
         if isinstance(model, EncoderDecoder):
@@ -187,12 +187,16 @@ class ContextParallel(nn.Module):
         return model.encode(source, mask, _layout=layout)
 
     def _classify(self, model: Classifier, x: Tensor, key_mask: Tensor | None, packing: Packing | None) -> Tensor:
-        """Return the logits of the mean over all ranks' tokens; each rank adds the part of its own."""
+        """Return the logits of each token, or of the mean over all ranks' tokens, to which each rank adds its own."""
         if packing is not None:
             raise ValueError("a Classifier takes no packing")
         shard = self._shard("forward", x, key_mask, None)
+        layout = shard.layout(x, key_mask)
+        x = x if model.project is None else model.project(x, key_mask)
         body = model.body.hidden if isinstance(model.body, LanguageModel) else model.body
-        vectors = body(x, _layout=shard.layout(x, key_mask))
+        vectors = body(x, _layout=layout)
+        if model.config.pooling == "none":
+            return model.to_classes(vectors)
         if key_mask is not None:
             vectors = vectors.masked_fill(~key_mask[..., None], 0)
         mean = vectors.sum(1) / shard.counts.sum(0).clamp(min=1)[:, None].to(vectors.dtype)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.distributed.collectives import gather, start_all_to_all, start_gather
-from longspan.layout import Packing, TokenLayout, check_key_mask, close_holes
+from longspan.layout import Packing, TokenLayout, check_key_mask, close_holes, lengths_to_mask, zero_fill
 from longspan.mechanisms.split import SplitAttention
 from longspan.models.layers import merge_latest
 from longspan.ops.loss import IGNORE_INDEX
@@ -384,7 +384,7 @@ class Shard:
             mask = None
         elif not ordered:
             held, keys, values, own = close_holes(mask, keys, values, own)
-            mask = torch.arange(longest, device=k.device) < held[:, None]
+            mask = lengths_to_mask(held, longest)
         starts = torch.cat([run.starts for run in mine])
         state = self._empty(inputs, starts, transition=True)
         return mechanism.write(state, keys, values, gates=own, key_mask=mask)
@@ -523,16 +523,14 @@ class Shard:
         ]
 
     def _first_run(self, rank: int) -> Run:
-        low, end = self.lows[rank], self.ends[rank]
-        return self._run(rank, low, low, end)
+        return self._run(rank, self.lows[rank])
 
     def _last_run(self, rank: int) -> Run:
-        low, end = self.lows[rank], self.ends[rank]
-        return self._run(rank, end - 1, low, end)
+        return self._run(rank, self.ends[rank] - 1)
 
-    def _run(self, rank: int, slot: int, low: int, end: int) -> Run:
-        """Return the run of the packed sequence that holds a slot, in a rank's piece from low to end."""
-        device = self.counts.device
+    def _run(self, rank: int, slot: int) -> Run:
+        """Return the run of the packed sequence that holds a slot, in a rank's piece."""
+        low, end, device = self.lows[rank], self.ends[rank], self.counts.device
         if low == end:
             zero = torch.zeros(1, dtype=torch.int64, device=device)
             return Run(slice(0, 0), -1, zero, zero, (0, 0))
@@ -557,9 +555,7 @@ def _defer_bidirectional(inputs: _Inputs, q: Tensor) -> Callable[[State, State],
     if 0 in q.shape[:2]:
         return lambda before, after: mechanism._empty_output(q, k, v)
     if key_mask is not None:
-        hidden = ~key_mask[:, :, None, None]
-        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
-        gates = None if gates is None else gates.masked_fill(hidden, 0)
+        k, v, gates = zero_fill(~key_mask, k, v, gates)
     with torch.autocast(q.device.type, enabled=False):
         return mechanism._defer_bidirectional(q, k, v, gates=gates, key_mask=key_mask)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from longspan.generation.decode import DecodeLoop, evaluating
 from longspan.generation.sampling import Sampling, SeededSampler
 from longspan.generation.session import Session, check_tokens, to_tokens
+from longspan.layout import lengths_to_mask
 from longspan.models.residual import StackState
 from longspan.models.transformer import EncoderDecoder, LanguageModel
 from longspan.utils import check_integer
@@ -235,7 +236,7 @@ def prefill(
     for i, own in enumerate(sequences):
         tokens[i, : len(own)] = own.to(device)
     check_tokens("prompt", tokens, decoder)
-    mask = torch.arange(longest, device=device) < lengths[:, None]
+    mask = lengths_to_mask(lengths, longest)
     reach = None if max_tokens is None else longest + max_tokens
     with evaluating(model):
         state = _new_state(model, len(sequences), reach, source)

@@ -29,6 +29,11 @@ class LongspanContextParallel(ContextParallel):
                 f"a {type(model).__name__} is divided as the longspan model in it: pass model.model, whose loss takes "
                 "pieces of the target and of the source"
             )
+        if isinstance(model.model, Classifier) and model.model.config.pooling == "none":
+            raise ValueError(
+                f"a {type(model).__name__} is divided as the longspan model in it: pass model.model, which returns the "
+                "logits of this rank's tokens"
+            )
         super().__init__(model.model, group)
         self._outer = (model,)  # not a module of its own: it shares all weights with `model`
 

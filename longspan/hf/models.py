@@ -202,7 +202,7 @@ class LongspanPreTrainedModel(SavedAsStub, PreTrainedModel):
         cache.seen_tokens += T
         if layers is not None and key_mask is not None:
             span = PaddedSpan.of(key_mask)
-            layers[:] = [span.unroll(x[:, :, None])[:, :, 0] for x in layers]
+            layers[:] = [span.unroll(x) for x in layers]
         return hidden, cache
 
     def _hidden(

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from longspan.layout import lengths_to_mask
 from longspan.ops.common import dispatch
 from longspan.ops.decode import (
     CosSin,
@@ -157,14 +158,7 @@ class GatedMechanism(Mechanism):
         return (own if beta is None else own * beta[..., None]) * v
 
     def _defer(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        gates: Tensor | None,
-        lengths: Tensor | None,
-        start: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None, start: Tensor | None
     ) -> Callable[[State], Tensor]:
         out, queries = self._from_empty_state(
             *self._queries_and_keys(q, k), v, *self._visible_gates(gates, k, _visible(lengths, k))
@@ -319,12 +313,11 @@ class GatedMechanism(Mechanism):
     def _visible_gates(self, gates: Tensor | None, k: Tensor, visible: Tensor | None) -> Gates:
         """Activate gates; hidden tokens (B, S) neither fade the memory nor write."""
         if gates is not None and (gates.is_cuda or dispatch.recording is not None):
-            activation = self._gate_activation()
-            why = why_not_activated(gates, k, activation)
+            why = why_not_activated(gates, k)
             if dispatch.recording is not None:
                 dispatch.record("gate activation", "gates", why)
             if why is None:
-                return Gates(*activate_gates(gates, activation, visible))
+                return Gates(*activate_gates(gates, self._gate_activation(), visible))
         found = self._gates(gates, k)
         log_decay = None if found.log_decay is None else found.log_decay.clamp(min=LOG_UNDERFLOW[sum_dtype(k)])
         if visible is None:
@@ -346,12 +339,11 @@ class TimeStep(nn.Module):
     Args:
         num_heads: One A_log each.
         channels: dt_bias per head; 1, or D for a decay per channel.
-        largest: A is drawn uniformly from 1 to this.
     """
 
-    def __init__(self, num_heads: int, channels: int = 1, largest: float = 16.0) -> None:
+    def __init__(self, num_heads: int, channels: int = 1) -> None:
         super().__init__()
-        self.A_log = nn.Parameter(torch.empty(num_heads).uniform_(1, largest).log())
+        self.A_log = nn.Parameter(torch.empty(num_heads).uniform_(1, 16).log())
         # softplus(dt_bias) is log-uniform from 0.001 to 0.1.
         step = torch.empty(num_heads, channels).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         self.dt_bias = nn.Parameter(step + (-(-step).expm1()).log())
@@ -363,4 +355,4 @@ class TimeStep(nn.Module):
 
 
 def _visible(lengths: Tensor | None, k: Tensor) -> Tensor | None:
-    return None if lengths is None else torch.arange(k.shape[1], device=k.device) < lengths[:, None]
+    return None if lengths is None else lengths_to_mask(lengths, k.shape[1])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from longspan.layout import Packing
+from longspan.layout import Packing, lengths_to_mask, zero_fill
 from longspan.mechanisms.feature_maps import FEATURE_MAPS, Favor, FusedMap, Hedgehog
 from longspan.mechanisms.write_buffer import FEATURE_SLOTS, PendingFeatures, pending_slots
 from longspan.ops.common import dispatch
@@ -49,7 +49,7 @@ from longspan.ops.normalizer import normalized_features
 from longspan.ops.normalizer import why_not_triton as why_not_normalizer
 from longspan.ops.shift import shift_left, shift_right
 from longspan.protocol import FeatureMap, Mechanism, Rotation, State
-from longspan.utils import choose
+from longspan.utils import check_integer, choose
 
 # Features of queries per span of tokens on a CPU, where tensors that leave the cache cost page faults as well; a span
 # is a multiple of MIN_SPAN tokens. All but the last MAX_SAVED spans are recomputed in the backward pass.
@@ -146,8 +146,7 @@ class LinearAttention(Mechanism):
         self.output_scale = output_scale
         self.blind_spot = blind_spot
         self.first_bucket = choose("first_bucket", first_bucket, ("causal", "zero"))
-        if blind_spot < 1:
-            raise ValueError(f"blind_spot must be at least 1 (no blind spot), got {blind_spot}")
+        check_integer("blind_spot", blind_spot, 1)
         if feature_map.unbounded and normalize == "none":
             raise ValueError(
                 f"{type(feature_map).__name__} features are exponentials, bounded only once divided: "
@@ -294,7 +293,7 @@ class LinearAttention(Mechanism):
         self, state: State, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> LinearState:
         assert isinstance(state, LinearState)
-        visible = None if lengths is None else torch.arange(k.shape[1], device=k.device) < lengths[:, None]
+        visible = None if lengths is None else lengths_to_mask(lengths, k.shape[1])
         return self._write_features(state, *self._keys(k, v, visible, state.kv.dtype), visible, lengths)
 
     def _write_features(
@@ -306,18 +305,17 @@ class LinearAttention(Mechanism):
         visible: Tensor | None,
         lengths: Tensor | None,
     ) -> LinearState:
-        length = state.length + (v.shape[1] if lengths is None else lengths)
         total = None if state.total is None else state.total + self._with_count(v, visible).sum(1)
         if state.open is None:
-            return _updated(state, length, accumulate(state.sums, f, v, scale), total)
+            return _updated(state, accumulate(state.sums, f, v, scale), total, v, lengths)
         # The bucket of the new last token stays open; it may be the one that is open already.
         position = state.end[:, None] + torch.arange(v.shape[1], device=v.device)
-        last = (state.end - state.length + length - 1) // self.blind_spot
+        last = (state.end + (v.shape[1] if lengths is None else lengths) - 1) // self.blind_spot
         in_last = (position // self.blind_spot == last[:, None])[:, :, None, None]
         closes = (state.end - 1) // self.blind_spot < last
         closed = accumulate(_add_rows(state.sums, state.open, closes), f.masked_fill(in_last, 0), v, scale)
         open_sums = accumulate(_drop_rows(state.open, closes), f.masked_fill(~in_last, 0), v, scale)
-        return replace(_updated(state, length, closed, total), open_kv=open_sums.kv, open_z=open_sums.z)
+        return replace(_updated(state, closed, total, v, lengths), open_kv=open_sums.kv, open_z=open_sums.z)
 
     def _attend_causal(
         self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
@@ -380,14 +378,7 @@ class LinearAttention(Mechanism):
         return self._scaled(attend(q, k, v, bucket=self.blind_spot, feature_map=phi.kind, lengths=lengths))
 
     def _defer(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        gates: Tensor | None,
-        lengths: Tensor | None,
-        start: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None, start: Tensor | None
     ) -> Callable[[State], Tensor]:
         phi = self.feature_map
         # A map with negative features may have a normalizer near zero before the past is added to it.
@@ -444,8 +435,7 @@ class LinearAttention(Mechanism):
             return self._read(state, q), state
         if self._one_pass:
             out, sums = causal_linear(q, k, v, lengths=lengths, sums=state.sums, **self._op_arguments(state.kv))
-            length = state.length + (k.shape[1] if lengths is None else lengths)
-            return self._scaled(out), _updated(state, length, sums, None)
+            return self._scaled(out), _updated(state, sums, None, k, lengths)
         span = self._span(q)
         if q.shape[1] <= span or self._fused_epsilon(q, k, v, state.kv):
             return self._extend_features(state, q, k, v, lengths)
@@ -470,50 +460,38 @@ class LinearAttention(Mechanism):
     def _extend_features(
         self, state: LinearState, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
     ) -> tuple[Tensor, LinearState]:
-        """`_extend` by features in full, for maps and normalizers that `causal_linear` does not implement."""
-        visible = None if lengths is None else torch.arange(k.shape[1], device=k.device) < lengths[:, None]
-        dtype = state.kv.dtype
+        """`_extend` for maps and normalizers that `causal_linear` does not take: by kernels, or features in full."""
         if state.total is not None and self._fused_epsilon(q, k, v, state.kv):
             options = self._op_arguments(state.kv) | {"epsilon": self.feature_map.epsilon, "total": state.total}
             out, sums = causal_linear(q, k, v, lengths=lengths, sums=state.sums, **options)
-            length = state.length + (k.shape[1] if lengths is None else lengths)
-            total = state.total + self._with_count(v.to(dtype), visible).sum(1)
-            return self._scaled(out), _updated(state, length, sums, total)
+            visible = None if lengths is None else lengths_to_mask(lengths, k.shape[1])
+            total = state.total + self._with_count(v.to(state.kv.dtype), visible).sum(1)
+            return self._scaled(out), _updated(state, sums, total, k, lengths)
         if self._feature_kernels(q) and self.normalize != "feature" and self.blind_spot == 1:
             query, f = self._features(q, k)
             f = _visible_features(f, lengths)
-            length = state.length + (k.shape[1] if lengths is None else lengths)
             if self._takes_features(q, v):
                 out, _, kv, z = feature_attention(query, f, v, state.kv, state.z)
-                return self._scaled(out), _updated(state, length, Sums(kv, z, state.shift), None)
+                return self._scaled(out), _updated(state, Sums(kv, z, state.shift), None, k, lengths)
             out, sums = causal_linear(query, f, v.to(f.dtype), sums=state.sums, normalize=self.normalize == "query")
-            return self._scaled(out), _updated(state, length, sums, None)
+            return self._scaled(out), _updated(state, sums, None, k, lengths)
         if self._normalizer_kernels(q, k, v):
             query, f, z, scale = self._normalized_features(q, k, state, lengths)
             out, sums = causal_linear(query, f, v, log_scale=scale, sums=state.sums, normalize=False)
-            length = state.length + (k.shape[1] if lengths is None else lengths)
-            return self._scaled(out), _updated(state, length, sums._replace(z=z), None)
-        self._record_in_full()
-        query, (f, scale, values) = self._query(q.to(dtype)), self._keys(k, v, visible, dtype)
-        if self._rounds_keys(q):
-            f, values = f.to(q.dtype), values.to(q.dtype)
-        out = self._from_prefixes(state, query, f, scale, values)
-        return self._scaled(out.to(q.dtype)), self._write(state, k, v, gates=None, lengths=lengths)
-
-    def _record_in_full(self) -> None:
-        if dispatch.recording is not None:
-            why = self._why_in_full() or "normalization by feature"
-            dispatch.record("the feature map of causal linear attention", dispatch.TORCH, why)
+            return self._scaled(out), _updated(state, sums._replace(z=z), None, k, lengths)
+        return self._extend_span(state, q, k, v, lengths)
 
     def _extend_span(
         self, state: LinearState, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
     ) -> tuple[Tensor, LinearState]:
         """`_extend` by features in full, computed once for the output and the state."""
-        visible = None if lengths is None else torch.arange(k.shape[1], device=k.device) < lengths[:, None]
-        dtype = state.kv.dtype
-        self._record_in_full()
-        f, scale, v = self._keys(k, v, visible, dtype)
-        out = self._from_prefixes(state, self._query(q.to(dtype)), f, scale, v)
+        if dispatch.recording is not None:
+            why = self._why_in_full() or "normalization by feature"
+            dispatch.record("the feature map of causal linear attention", dispatch.TORCH, why)
+        visible = None if lengths is None else lengths_to_mask(lengths, k.shape[1])
+        f, scale, v = self._keys(k, v, visible, state.kv.dtype)
+        keys, values = (x.to(q.dtype) if self._rounds_keys(q) else x for x in (f, v))
+        out = self._from_prefixes(state, self._query(q.to(state.kv.dtype)), keys, scale, values)
         return self._scaled(out.to(q.dtype)), self._write_features(state, f, scale, v, visible, lengths)
 
     def _decode_step(
@@ -601,7 +579,7 @@ class LinearAttention(Mechanism):
             f, scale = buffer.f.masked_fill(~here[..., None], 0), buffer.scale.masked_fill(~here, FLOOR)
             scaled = None if not self.feature_map.unbounded else scale.transpose(1, 2)
             sums = accumulate(state.sums, f.transpose(1, 2), buffer.v.to(f.dtype).transpose(1, 2), scaled)
-            state = replace(_updated(state, state.length, sums, state.total), pending=())
+            state = replace(state, kv=sums.kv, z=sums.z, shift=sums.shift, pending=())
         return state
 
     def _from_sums(self, q: Tensor, sums: Sums, total: Tensor | None) -> Tensor:
@@ -639,10 +617,7 @@ class LinearAttention(Mechanism):
         self, k: Tensor, v: Tensor, visible: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return features, log scale and values in the dtype of the sums; hidden keys have no features."""
-        f, scale = self.feature_map.key(k.to(dtype))
-        if visible is not None:
-            f = f.masked_fill(~visible[:, :, None, None], 0)
-            scale = None if scale is None else scale.masked_fill(~visible[:, :, None], FLOOR)
+        f, scale = self.feature_map._visible_key(k.to(dtype), visible)
         return f, scale, v.to(f.dtype)
 
     def _with_count(self, v: Tensor, visible: Tensor | None) -> Tensor:
@@ -656,13 +631,14 @@ class LinearAttention(Mechanism):
 
 def _visible_features(f: Tensor, lengths: Tensor | None) -> Tensor:
     """Return features (B, S, Hkv, M), zero from the end of each row on."""
-    if lengths is None:
-        return f
-    hidden = torch.arange(f.shape[1], device=f.device) >= lengths[:, None]
-    return f.masked_fill(hidden[:, :, None, None], 0)
+    return f if lengths is None else zero_fill(~lengths_to_mask(lengths, f.shape[1]), f)[0]
 
 
-def _updated(state: LinearState, length: Tensor, sums: Sums, total: Tensor | None) -> LinearState:
+def _updated(
+    state: LinearState, sums: Sums, total: Tensor | None, tokens: Tensor, lengths: Tensor | None
+) -> LinearState:
+    """Return the state after tokens (B, T, ...), given its sums then."""
+    length = state.length + (tokens.shape[1] if lengths is None else lengths)
     return replace(state, length=length, kv=sums.kv, z=sums.z, shift=sums.shift, total=total)
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.layout import close_holes, zero_fill
+from longspan.layout import close_holes, lengths_to_mask, zero_fill
 from longspan.mechanisms.projection import Projection as Projection
 from longspan.mechanisms.write_buffer import PendingTokens
 from longspan.ops import compressed
@@ -279,7 +279,7 @@ class LinformerAttention(Mechanism):
         if key_mask is None or self.keep_slots:
             return key_mask, *xs
         lengths, *moved = close_holes(key_mask, *xs)
-        return torch.arange(key_mask.shape[1], device=key_mask.device) < lengths[:, None], *moved
+        return lengths_to_mask(lengths, key_mask.shape[1]), *moved
 
     def _take_visible(self, key_mask: Tensor, *xs: Tensor | None) -> tuple[Any, ...]:
         if not self.keep_slots:
@@ -328,14 +328,14 @@ class LinformerAttention(Mechanism):
         assert isinstance(state, LinformerState)
         if self._why_eager_steps() is not None or self.keys.bias is not None:
             return None
-        kind, compressed, check = rotary[0], (state.k, state.v), self.check_length
+        kind, held, check = rotary[0], (state.k, state.v), self.check_length
         tables = self.keys.table, self.values.table
 
         def step(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, token: CurrentToken) -> Tensor:
             check(token.position + 1)
             q, k = token.rotate(kind, q, k)
             given = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-            return compressed_step(*given, compressed, tables, token.position).squeeze(1)
+            return compressed_step(*given, held, tables, token.position).squeeze(1)
 
         return step
 
@@ -408,14 +408,7 @@ class LinformerAttention(Mechanism):
         return out, replace(state, length=length, k=keys, v=values)
 
     def _defer(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        gates: Tensor | None,
-        lengths: Tensor | None,
-        start: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None, start: Tensor | None
     ) -> Callable[[State], Tensor]:
         """Compute the scores of the new tokens; those of the past are added to them before the softmax."""
         begin = torch.zeros_like(q[:, 0, 0, 0], dtype=torch.int64) if start is None else start
@@ -459,11 +452,9 @@ class LinformerAttention(Mechanism):
                 starts[i] = bias.expand(len(q), -1, -1, -1) if start is None else start + bias
         wraps = self.keys.periodic and (position is not None or k.shape[1] > self.keys.max_length)
         query = self.keys.averaged(q, _periods(position, q)) if wraps else q
-        out, *ends = causal_linformer(query, k, v, *tables, *starts)
+        out, *after = causal_linformer(query, k, v, *tables, *starts)
         out = self.values.averaged(out, _periods(position, v)) if wraps else out
-        keys, values = (
-            end if bias is None else end - bias.to(end.dtype) for end, bias in zip(ends, biases, strict=True)
-        )
+        keys, values = (x if bias is None else x - bias.to(x.dtype) for x, bias in zip(after, biases, strict=True))
         return out, keys, values
 
     def _from_prefixes(

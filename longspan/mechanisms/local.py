@@ -40,6 +40,14 @@ class LocalState(State):
         ring, last = self.k.shape[2], self.end[:, None] - 1
         return last - (last - torch.arange(ring, device=last.device)) % ring
 
+    def ordered(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values (B, ring, Hkv, ·) from the oldest to the latest, empty slots first."""
+        B, Hkv, ring, _ = self.k.shape
+        index = (self.end[:, None] + torch.arange(ring, device=self.k.device)) % ring
+        index = index.repeat_interleave(Hkv, 0)
+        k, v = (take_tokens(x.flatten(0, 1), index).unflatten(0, (B, Hkv)).transpose(1, 2) for x in (self.k, self.v))
+        return k, v
+
     def _merge(self, later: LocalState) -> LocalState:
         newer = (later.positions() >= self.end[:, None])[:, None, :, None]
         return replace(self, k=torch.where(newer, later.k, self.k), v=torch.where(newer, later.v, self.v))
@@ -127,6 +135,16 @@ class LocalAttention(Mechanism):
             raise ValueError("a window with a bias table cannot be resized: the table has its size")
         back, ahead = (self.window.back, self.window.ahead) if self.window.block_size else (None, None)
         self.window = _window(window, back, ahead, self.shared_qk)
+
+    def check_state(self, state: State, batch_size: int, dtype: torch.dtype | None = None) -> None:
+        """Raise ValueError unless the mechanism can continue from this state, which is as wide as its window."""
+        super().check_state(state, batch_size, dtype)
+        assert isinstance(state, LocalState)
+        if state.k.shape[2] != self._ring:
+            raise ValueError(
+                f"this state is of a window that reaches {state.k.shape[2] - 1} tokens back, the mechanism's reaches "
+                f"{self._ring - 1}: start from new_state()"
+            )
 
     @property
     def reach(self) -> tuple[int, int]:
@@ -247,14 +265,7 @@ class LocalAttention(Mechanism):
         return window_op.why_not_triton(q, k, v, self.window, xpos=self.xpos, packed=packed) is None
 
     def _defer(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        gates: Tensor | None,
-        lengths: Tensor | None,
-        start: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None, start: Tensor | None
     ) -> Callable[[State], Tensor]:
         ring = self._ring
         if q.shape[1] <= ring:
@@ -269,19 +280,16 @@ class LocalAttention(Mechanism):
         self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> tuple[Tensor, LocalState]:
         assert isinstance(state, LocalState)
-        ring, end, given = self._ring, state.end, q.dtype
+        ring, given = self._ring, q.dtype
         q, k, v = (x.to(state.k.dtype) for x in (q, k, v))
-        index = (end[:, None] + torch.arange(ring, device=q.device)) % ring
-        heads = index.repeat_interleave(self.num_kv_heads, 0)
-        ordered = (take_tokens(x.flatten(0, 1), heads) for x in (state.k, state.v))
-        recent = [x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in ordered]
-        keys, values = torch.cat([recent[0], self._key(k)], 1), torch.cat([recent[1], v], 1)
+        recent_k, recent_v = state.ordered()
+        keys, values = torch.cat([recent_k, self._key(k)], 1), torch.cat([recent_v, v], 1)
         key_mask = None
         if state.start is not None:  # Slots before the start are empty, though their positions are not negative.
             slot = torch.arange(keys.shape[1], device=q.device)
             key_mask = slot >= ring - state.length[:, None]
         window = self.window._replace(causal=True)
-        out = self._windowed(q, keys, values, window, key_mask=key_mask, start=end - ring)
+        out = self._windowed(q, keys, values, window, key_mask=key_mask, start=state.end - ring)
         return out.to(given), self._write(state, k, v, gates=None, lengths=lengths)
 
     def _write(self, state: State, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None) -> LocalState:
@@ -390,7 +398,7 @@ def _window(window: int | tuple[int, int], look_back: int | None, look_ahead: in
         if min(back, ahead) < 0:
             raise ValueError(f"look_back and look_ahead must not be negative, got {look_back} and {look_ahead}")
         return Window(window, back, ahead, False, shared_qk)
-    if len(window) != 2 or min(window) < 0:
+    if not isinstance(window, Sequence) or len(window) != 2 or min(window) < 0:
         raise ValueError(f"window must be a number of keys or (back, ahead), neither negative, got {window}")
     if look_back is not None or look_ahead is not None:
         raise ValueError(f"look_back and look_ahead go with a block size: window must be one number, got {window}")

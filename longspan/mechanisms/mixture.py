@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from longspan.layout import lengths_to_mask, zero_fill
 from longspan.mechanisms.feature_maps import FusedMap, Hedgehog
 from longspan.mechanisms.gated import GatedMechanism, GatedState
 from longspan.mechanisms.linear import LinearAttention, LinearState
@@ -161,6 +162,12 @@ class MixtureAttention(Mechanism):
         memory = self.memory.new_state(batch_size, transition=transition, **options)
         return MixtureState.empty(batch_size, start, like.device, parts=(local, memory), mechanism=self)
 
+    def check_state(self, state: State, batch_size: int, dtype: torch.dtype | None = None) -> None:
+        """Raise ValueError unless window and memory can continue from their states."""
+        super().check_state(state, batch_size, dtype)
+        for part, held in zip((self.local, self.memory), _parts(state), strict=True):
+            part.check_state(held, batch_size)
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
         parts = [self._attend_window(q, k, v, key_mask, causal=False)]
         if q.shape[1] > self.window:
@@ -175,54 +182,36 @@ class MixtureAttention(Mechanism):
         window = self._attend_window(q, k, v, None, causal=True)
         if q.shape[1] <= self.window:
             return window[0].to(q.dtype)
-        visible = None if lengths is None else torch.arange(q.shape[1], device=q.device) < lengths[:, None]
+        visible = None if lengths is None else lengths_to_mask(lengths, q.shape[1])
         tokens = Tokens(k, v, gates, visible)
         found = self._read_features(q, tokens, None, self.window)
         if found is not None:
-            return self._merge(q, window, found[:2])
+            return self._join_features(q, window, found[:2])
         return _join([window, self._attend_memory(q, tokens)]).to(q.dtype)
 
     def _extend(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> tuple[Tensor, MixtureState]:
-        local, memory, T, W = *_parts(state), q.shape[1], self.window
-        held = self._ordered(local)
-        # Slot t of both together leaves the window of new token t.
-        keys, values = torch.cat([held.k.to(k.dtype), k], 1), torch.cat([held.v.to(v.dtype), v], 1)
-        joined = None if gates is None or held.gates is None else torch.cat([held.gates.to(gates.dtype), gates], 1)
-        slot = torch.arange(W + T, device=q.device)
-        visible = slot >= W - state.length[:, None]
-        window = self._attend_window(q, keys, values, visible, causal=True)
-        number = T if lengths is None else lengths[:, None]
-        leaving = Tokens(
-            keys[:, :T], values[:, :T], None if joined is None else joined[:, :T], (visible & (slot < number))[:, :T]
-        )
+        local, memory = _parts(state)
+        joined = self._joined(local, k, v, gates, q.dtype)
+        leaving = self._leaving(joined, q.shape[1], lengths)
+        window = self._attend_window(q, joined.k, joined.v, joined.visible, causal=True)
         found = self._read_features(q, leaving, memory, 0)
         if found is None:
-            read, score, memory = self._scan(memory, q, leaving, remembers=state.length > W)
+            read, score, memory = self._scan(memory, q, leaving, remembers=state.length > self.window)
             out = _join([window, (read, score)]).to(q.dtype)
         else:
             assert isinstance(memory, LinearState)
-            out, memory = self._merge(q, window, found[:2]), replace(memory, kv=found[2], z=found[3])
-        return out, self._updated(state, self._write_local(local, k, v, gates, lengths), memory, T, lengths)
+            out, memory = self._join_features(q, window, found[:2]), replace(memory, kv=found[2], z=found[3])
+        return out, self._updated(state, self._write_local(local, k, v, gates, lengths), memory)
 
     def _write(
         self, state: State, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> MixtureState:
-        local, memory, T, W = *_parts(state), k.shape[1], self.window
-        held = self._ordered(local)
-        slot = torch.arange(W + T, device=k.device)
-        number = T if lengths is None else lengths[:, None]
-        visible = ((slot >= W - state.length[:, None]) & (slot < number))[:, :T]
-        joined = None if gates is None or held.gates is None else torch.cat([held.gates, gates.to(held.gates.dtype)], 1)
-        leaving = Tokens(
-            torch.cat([held.k, k.to(held.k.dtype)], 1)[:, :T],
-            torch.cat([held.v, v.to(held.v.dtype)], 1)[:, :T],
-            None if joined is None else joined[:, :T],
-            visible,
-        )
-        memory = self._remember(memory, leaving)
-        return self._updated(state, self._write_local(local, k, v, gates, lengths), memory, T, lengths)
+        local, memory = _parts(state)
+        joined = self._joined(local, k, v, gates, local.k.dtype)
+        memory = self._remember(memory, self._leaving(joined, k.shape[1], lengths))
+        return self._updated(state, self._write_local(local, k, v, gates, lengths), memory)
 
     def _read(self, state: State, q: Tensor) -> Tensor:
         local, memory = _parts(state)
@@ -418,8 +407,8 @@ class MixtureAttention(Mechanism):
         read, mass, kv, z = feature_attention(self.memory._query(q), f, v, *start, delay=delay)
         return read, mass.transpose(1, 2), kv, z
 
-    def _merge(self, q: Tensor, window: tuple[Tensor, Tensor], read: tuple[Tensor, Tensor]) -> Tensor:
-        """Join a window and what a linear memory returns."""
+    def _join_features(self, q: Tensor, window: tuple[Tensor, Tensor], read: tuple[Tensor, Tensor]) -> Tensor:
+        """Join a window and what `_read_features` returns."""
         if merge_kernels.why_not_triton(q, window[0]) is not None:
             return _join([window, self._scored(q, *read)]).to(q.dtype)
         weight, bias, value = self.mix_weight[None], self.mix_bias[None], None
@@ -450,7 +439,7 @@ class MixtureAttention(Mechanism):
         assert isinstance(self.memory, GatedMechanism)
         k, v, gates, visible = tokens
         if visible is not None:
-            k, v = (x.masked_fill(~visible[:, :, None, None], 0) for x in (k, v))
+            k, v = zero_fill(~visible, k, v)
         log_decay, beta = self.memory._visible_gates(gates, k, visible)
         contents, values = self.memory._with_transition(memory, v)
         dtype = _kernel_dtype(q)
@@ -486,11 +475,24 @@ class MixtureAttention(Mechanism):
 
     def _ordered(self, local: LocalState) -> Tokens:
         """Return the tokens of the window in order (B, W, ·), the last in the last slot."""
-        ring = local.k.shape[2]
-        index = (local.end[:, None] + torch.arange(ring, device=local.end.device)) % ring
-        k, v = (torch.take_along_dim(x, index[:, None, :, None], 2).transpose(1, 2) for x in (local.k, local.v))
+        k, v = local.ordered()
         v, gates = v.split([self.value_dim, self.num_gates], -1)
         return Tokens(k, v, gates if self.num_gates else None, None)
+
+    def _joined(self, local: LocalState, k: Tensor, v: Tensor, gates: Tensor | None, dtype: torch.dtype) -> Tokens:
+        """Return the tokens of the window and T new ones, W + T in all; slot t leaves the window of new token t."""
+        held = self._ordered(local)
+        k, v = (torch.cat([x.to(dtype), new.to(dtype)], 1) for x, new in ((held.k, k), (held.v, v)))
+        if gates is not None and held.gates is not None:
+            gates = torch.cat([held.gates.to(dtype), gates.to(dtype)], 1)
+        visible = torch.arange(k.shape[1], device=k.device) >= self.window - local.length[:, None]
+        return Tokens(k, v, gates, visible)
+
+    def _leaving(self, joined: Tokens, T: int, lengths: Tensor | None) -> Tokens:
+        """Return the tokens that leave the window of T new ones, of which row b has lengths[b]."""
+        first = Tokens(*(None if x is None else x[:, :T] for x in joined))  # type: ignore[arg-type]
+        assert first.visible is not None
+        return first if lengths is None else first._replace(visible=first.visible & lengths_to_mask(lengths, T))
 
     def _filled(self, local: LocalState) -> Tensor:
         """Return (B, W), which slots of `_ordered` hold a token."""
@@ -502,10 +504,9 @@ class MixtureAttention(Mechanism):
         v = v if gates is None else torch.cat([v, gates], -1)
         return self.local._write(local, k, v, gates=None, lengths=lengths)
 
-    def _updated(self, state: State, local: LocalState, memory: State, T: int, lengths: Tensor | None) -> MixtureState:
+    def _updated(self, state: State, local: LocalState, memory: State) -> MixtureState:
         assert isinstance(state, MixtureState)
-        length = state.length + (T if lengths is None else lengths)
-        return replace(state, length=length, parts=(local, replace(memory, length=length)))
+        return replace(state, length=local.length, parts=(local, replace(memory, length=local.length)))
 
 
 def _parts(state: State) -> tuple[LocalState, State]:

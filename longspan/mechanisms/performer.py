@@ -161,8 +161,8 @@ def _redraw(clock: Tensor, counts: Tensor, projection: Tensor, unit: bool, gener
 
 def _store(clock: Tensor, counts: Tensor) -> None:
     # Filled, not copied: a copy from the host would wait for the device.
-    for place, number in zip(counts, clock.tolist(), strict=True):
-        place.fill_(number)
+    for count, number in zip(counts, clock.tolist(), strict=True):
+        count.fill_(number)
 
 
 _count_forward_op = torch.library.custom_op(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.ops.softmax import attend
-from longspan.protocol import Index, Mechanism, State
+from longspan.protocol import Mechanism, State
 
 
 @dataclass
@@ -26,10 +26,10 @@ class SoftmaxState(State):
     v: Tensor  # (B, Hkv, capacity, E)
     max_length: int | None = None
 
-    def put(self, index: Index, rows: SoftmaxState) -> SoftmaxState:
-        """Replace rows as `State.put` does; the smaller of the two buffers grows first."""
-        capacity = max(self.k.shape[2], rows.k.shape[2]) if isinstance(rows, SoftmaxState) else 0
-        return State.put(_grow(self, capacity), index, _grow(rows, capacity) if capacity else rows)
+    def _put(self, where: Tensor, rows: SoftmaxState) -> SoftmaxState:
+        self._check_same_type(rows, "rows must be")
+        capacity = max(self.k.shape[2], rows.k.shape[2])
+        return State._put(_grow(self, capacity), where, _grow(rows, capacity))
 
     def reserve(self, number: int | None) -> SoftmaxState:
         """Return a state that can hold `number` more tokens; see `State.reserve`."""

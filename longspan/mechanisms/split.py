@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.ops.decode import CosSin, CurrentToken, DecodeFunction, RotaryKind
-from longspan.protocol import Index, Mechanism, Rotation, State
+from longspan.protocol import Mechanism, Rotation, State
 
 
 @dataclass
@@ -18,13 +18,6 @@ class SplitState(State):
     """The states of the parts, in order."""
 
     parts: tuple[State, ...]
-
-    def put(self, index: Index, rows: State) -> SplitState:
-        """Replace rows as `State.put` does, each part in its own way: one that stores every token may have to grow."""
-        self._check_same_type(rows, "rows must be")
-        assert isinstance(rows, SplitState)
-        parts = tuple(part.put(index, other) for part, other in zip(self.parts, rows.parts, strict=True))
-        return replace(State.put(replace(self, parts=()), index, replace(rows, parts=())), parts=parts)
 
     def _merge(self, later: SplitState) -> SplitState:
         parts = zip(self.parts, later.parts, strict=True)
@@ -120,14 +113,7 @@ class SplitAttention(Mechanism):
         return torch.cat([part._attend_causal(q, k, v, gates=g, lengths=lengths) for q, (part, k, v, g) in parts], 2)
 
     def _defer(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        gates: Tensor | None,
-        lengths: Tensor | None,
-        start: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None, start: Tensor | None
     ) -> Callable[[State], Tensor]:
         parts = zip(self._queries(q), self._divide(k, v, gates), strict=True)
         finishes = [part._defer(q, k, v, gates=g, lengths=lengths, start=start) for q, (part, k, v, g) in parts]
@@ -167,7 +153,7 @@ class SplitAttention(Mechanism):
         buffer = q.new_empty(*q.shape[:3], self.value_dim) if q.is_cuda and out is None else out
         buffers = [None] * len(self.sizes) if buffer is None else buffer.split(self.sizes, 2)
         given = zip(state.parts, self._queries(q), self._divide(k, v, gates), rotations, buffers, strict=True)
-        done = [part._decode_step(held, q, k, v, g, turn, into) for held, q, (part, k, v, g), turn, into in given]
+        done = [part._decode_step(held, q, k, v, g, angles, into) for held, q, (part, k, v, g), angles, into in given]
         found = torch.cat([answer for answer, _ in done], 2) if buffer is None else buffer
         after = tuple(held for _, held in done)
         unchanged = all(new is old for new, old in zip(after, state.parts, strict=True))

@@ -36,6 +36,12 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ValueError(
             f"{folder / ADAPTER_CONFIG} has {', '.join(used)}: longspan reads plain LoRA adapters; open it with PEFT"
         )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+        raise ValueError(
+            f"{folder / ADAPTER_CONFIG} is damaged: r must be a positive integer and lora_alpha a number, got {rank!r} "
+            f"and {alpha!r}; restore it from a copy"
+        )
     if not (folder / ADAPTER).is_file():
         raise FileNotFoundError(f"{folder} has an {ADAPTER_CONFIG} and no {ADAPTER}: restore it from a copy")
     try:
@@ -66,7 +72,8 @@ def merge_adapter(tensors: dict[str, Tensor], ties: Mapping[str, str], folder: P
             continue
         weight = _stored_name(f"{module}.weight", tensors, ties, folder)
         up = adapter.get(f"{module}.lora_B.{kind}")
-        if up is None or tensors[weight].shape != (len(up), down.shape[1]):
+        matrices = up is not None and up.ndim == down.ndim == 2 and up.shape[1] == len(down)
+        if up is None or not matrices or tensors[weight].shape != (len(up), down.shape[1]):
             raise ValueError(f"the adapter in {folder} does not fit the weight {weight} of its model")
         tensors[weight] = tensors[weight] + (scale * up @ down).to(tensors[weight].dtype)
 

@@ -186,14 +186,7 @@ def _row(
 
 
 def _one_query(
-    m: Mechanism,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Tensor | None,
-    i: int,
-    causal: bool,
-    key_mask: Tensor | None,
+    m: Mechanism, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, i: int, causal: bool, key_mask: Tensor | None
 ) -> Tensor:
     """Return the mechanism's output for query i alone: (B, H, E)."""
     query = q[:, i : i + 1]

@@ -249,10 +249,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _freeze(self, "axial_shape", "token_shift", "ngrams")
-        _check_positive(
-            self, "dim", "depth", "max_length", "num_streams", "vocab_size", "embed_dim", "num_classes", "input_dim"
-        )
-        _check_positive(self, "ngram_buckets")
+        _check_positive(self, "dim", "depth", "max_length", "num_streams", "vocab_size", "embed_dim", "ngram_buckets")
+        _check_positive(self, "num_classes", "input_dim")
         check_fields(self)
         if not isinstance(self.legacy, LegacyConfig):
             raise ValueError(f"legacy must be a LegacyConfig, got {self.legacy!r}")

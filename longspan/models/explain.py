@@ -121,10 +121,7 @@ def explain(
     if key_length is not None and not any(isinstance(each, Mechanism) or each.cross for each in targets.values()):
         raise ValueError("key_length is for cross-attention, which there is none of: leave it out")
     if decode:  # An encoder does not.
-        decodes = {
-            key: each for key, each in targets.items() if isinstance(each, Mechanism) or each.causal or each.cross
-        }
-        targets = decodes
+        targets = {name: x for name, x in targets.items() if isinstance(x, Mechanism) or x.causal or x.cross}
         if not targets:
             raise ValueError("bidirectional attention has no decode step: leave out decode")
     return Explanation(str(call), {name: tuple(call.decisions(each)) for name, each in targets.items()})

@@ -132,13 +132,13 @@ class ShortConvolution(nn.Module):
         """
         outputs, after = [], recent
         for bucket in (buckets := length_buckets(packing) if x.shape[1] else []):
-            (rows,), before = bucket.take(x[:, :, None]), recent[bucket.sequences]
+            (rows,), before = bucket.take(x), recent[bucket.sequences]
             # Not at the start of a sequence: zeros stand in `recent` where there is no token.
             start = torch.full_like(bucket.sequences, self.size - 1)
             layout = TokenLayout.of(rows, causal=True, key_mask=bucket.visible(), start=start)
-            outputs.append(self(rows[:, :, 0], layout, before)[:, :, None])
-            after = after.index_copy(0, bucket.sequences, latest_tokens(before, rows[:, :, 0], layout))
-        return repack(packing, buckets, outputs, x.shape[1])[:, :, 0] if buckets else x, after
+            outputs.append(self(rows, layout, before))
+            after = after.index_copy(0, bucket.sequences, latest_tokens(before, rows, layout))
+        return repack(packing, buckets, outputs, x.shape[1]) if buckets else x, after
 
     def step(self, x: Tensor, recent: Tensor) -> Tensor:
         """Map one token x (..., 1, channels), and append it to `recent` (..., size − 1, channels) in place."""
@@ -393,6 +393,8 @@ class Attention(nn.Module):
         self, state: State, context: Tensor, *, key_mask: Tensor | None = None, packing: Packing | None = None
     ) -> State:
         """Return the state of cross-attention after a context (B, S, dim), to be read by every `extend`."""
+        if not self.cross:
+            raise ValueError("self-attention takes no context: use extend, or build the layer with cross=True")
         layout = TokenLayout.of(context, causal=False, key_mask=key_mask, packing=packing)
         k, v, gates = self._project_keys(layout.zero_fill(context), None)
         return self.mechanism.write(state, k, v, gates=gates, key_mask=key_mask, packing=packing)
@@ -443,11 +445,10 @@ class Attention(nn.Module):
 
     def _extend_padded(self, x: Tensor, state: State, span: PaddedSpan) -> tuple[Tensor, State]:
         """Extend with each row's tokens moved to slot 0, where a short convolution sees those of the state before."""
-        (rolled,) = span.roll(x[:, :, None])
-        filled = torch.arange(x.shape[1], device=x.device) < span.lengths[:, None]
-        layout = TokenLayout.of(x, causal=True, key_mask=filled, start=state.end)
-        out, state = self.extend(rolled[:, :, 0], state, _layout=layout)
-        return span.unroll(out[:, :, None])[:, :, 0], state
+        (x,) = span.roll(x)
+        layout = TokenLayout.of(x, causal=True, key_mask=span.filled, start=state.end)
+        out, state = self.extend(x, state, _layout=layout)
+        return span.unroll(out), state
 
     def _check_recent(self, state: State) -> Tensor | None:
         """Return the tokens that a short convolution saw last; raise ValueError if the state is of another layer."""
@@ -907,12 +908,12 @@ class ProductKeyMemory(nn.Module):
         queries = self.norm(self.to_queries(x).unflatten(-1, (2, self.num_heads, -1)))  # (B, T, 2, H, key_dim)
         scores, index = torch.einsum("btphd,hnpd->btphn", queries, self.keys).topk(self.best, -1)
         pairs = (scores[:, :, 0, :, :, None] + scores[:, :, 1, :, None]).flatten(-2)
-        places = (index[:, :, 0, :, :, None] * self.num_keys + index[:, :, 1, :, None]).flatten(-2)
+        rows = (index[:, :, 0, :, :, None] * self.num_keys + index[:, :, 1, :, None]).flatten(-2)
         scores, chosen = pairs.topk(self.best, -1)
-        places = places.gather(-1, chosen).flatten(-2)  # (B, T, H · best)
+        rows = rows.gather(-1, chosen).flatten(-2)  # (B, T, H · best), of the values
         weights = scores.softmax(-1).flatten(-2)
         return F.embedding_bag(
-            places.flatten(0, 1),
+            rows.flatten(0, 1),
             self.values.weight,
             per_sample_weights=weights.flatten(0, 1).to(self.values.weight.dtype),
             mode="sum",

@@ -43,7 +43,7 @@ from longspan.ops import residual_norm as fused_norm
 from longspan.ops.common.autograd import once_differentiable, recompute
 from longspan.ops.common.torch_private import forward_ad_level, functorch_active
 from longspan.ops.decode import CurrentToken, RotaryCache, TokenShift, module_function, why_not_triton
-from longspan.protocol import Index, Mechanism, State, StateOptions, start_positions
+from longspan.protocol import Mechanism, State, StateOptions, start_positions
 from longspan.utils import choose
 
 if TYPE_CHECKING:
@@ -65,23 +65,10 @@ class BranchState(State):
     stride: int = 1
     cross: bool = False
 
-    def select(self, index: Index) -> BranchState:
-        """Return the rows at `index`, as copies."""
-        own = State.select(replace(self, inner=()), index)
-        return replace(own, inner=tuple(state.select(self._rows(index)) for state in self.inner))
-
-    def put(self, index: Index, rows: BranchState) -> BranchState:
-        """Return a state with the rows at `index` replaced by `rows`."""
-        own = State.put(replace(self, inner=()), index, replace(rows, inner=()))
-        pairs = zip(self.inner, rows.inner, strict=True)
-        return replace(own, inner=tuple(state.put(self._rows(index), other) for state, other in pairs))
-
-    def _rows(self, index: Index) -> Index:
+    def _nested_rows(self, where: Tensor) -> Tensor:
         if self.stride == 1:
-            return index
-        index = index if isinstance(index, slice) else torch.as_tensor(index, device=self.length.device)
-        first = torch.arange(len(self.length), device=self.length.device)[index] * self.stride
-        return (first[:, None] + torch.arange(self.stride, device=first.device)).flatten()
+            return where
+        return (where[:, None] * self.stride + torch.arange(self.stride, device=where.device)).flatten()
 
     def _merge(self, later: BranchState) -> BranchState:
         merged = self
@@ -99,18 +86,6 @@ class StackState(State):
 
     branches: tuple[BranchState, ...] = ()
     recent: Tensor | None = None  # (B, s, 1) int64
-
-    def select(self, index: Index) -> StackState:
-        """Return the rows at `index`, as copies."""
-        own = State.select(replace(self, branches=()), index)
-        return replace(own, branches=tuple(branch.select(index) for branch in self.branches))
-
-    def put(self, index: Index, rows: StackState) -> StackState:
-        """Return a state with the rows at `index` replaced by `rows`."""
-        self._check_same_type(rows, "rows must be")
-        own = State.put(replace(self, branches=()), index, replace(rows, branches=()))
-        pairs = zip(self.branches, rows.branches, strict=True)
-        return replace(own, branches=tuple(branch.put(index, other) for branch, other in pairs))
 
     def _merge(self, later: StackState) -> StackState:
         pairs = zip(self.branches, later.branches, strict=True)
@@ -437,9 +412,8 @@ class Stack(nn.Module):
         choose("execution", name, get_args(Execution))
         if name == "reverse" and self.topology != "double":
             raise ValueError(f'execution="reverse" needs residual="double", got residual="{self.topology}"')
-        for branch in self._branches():
-            if isinstance(branch.layer, Attention):
-                branch.layer.set_head_groups(name == "recompute_heads")
+        for _, layer in self.attention_layers():
+            layer.set_head_groups(name == "recompute_heads")
         self._execution = name
 
     def forward(
@@ -646,7 +620,7 @@ def run_reversible(
         streams = [x, x]
         for i, branch in enumerate(branches):
             y = recompute(branch, streams[1 - i % 2], layout, context, context_layout)
-            streams[i % 2] = streams[i % 2] + (y if branch.weight is None else y * branch.weight)
+            streams[i % 2] = branch.merge(streams[i % 2], y)
         return streams
     unique = list(dict.fromkeys(p for branch in branches for p in branch.parameters() if p.requires_grad))
     first, second = _Reversible.apply(  # type: ignore[no-untyped-call]
@@ -674,7 +648,7 @@ class _Reversible(torch.autograd.Function):
         for i, branch in enumerate(branches):
             ctx.random.append(_random_state(x))
             y = branch(streams[1 - i % 2], layout, context, context_layout)
-            streams[i % 2] = streams[i % 2] + (y if branch.weight is None else y * branch.weight)
+            streams[i % 2] = branch.merge(streams[i % 2], y)
         if ctx.autocast[1]:
             torch.clear_autocast_cache()  # PyTorch 2.10 would use these casts, which have no gradients, again.
         first, second = (stream.clone() if stream is x else stream for stream in streams)

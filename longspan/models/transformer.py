@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.layout import Packing, PaddedSpan, SequenceShard, TokenLayout
+from longspan.layout import Packing, PaddedSpan, SequenceShard, TokenLayout, check_key_mask
 from longspan.models.builder import build_stack
 from longspan.models.config import ModelConfig
-from longspan.models.layers import NORMS, Attention, latest_tokens
+from longspan.models.layers import NORMS, latest_tokens
 from longspan.models.ngrams import NgramEmbedding
 from longspan.models.positions import (
     AbsolutePositions,
@@ -21,7 +21,7 @@ from longspan.models.positions import (
     LearnedPositions,
     SinusoidalPositions,
 )
-from longspan.models.residual import ResidualBranch, StackState
+from longspan.models.residual import StackState
 from longspan.ops.common.torch_private import is_exporting
 from longspan.ops.decode import CurrentToken, fused_linear, module_function
 from longspan.ops.loss import IGNORE_INDEX, cap_logits, cross_entropy
@@ -74,13 +74,9 @@ class Transformer(nn.Module):
         if _layout is None:
             _layout = TokenLayout.of(x, causal=self.config.causal, key_mask=key_mask, packing=packing)
         self._redraw_features(_layout.shard)
-        if self.config.cross is not None:
-            if context is None:
-                raise ValueError("this model attends to a context: pass context=, of shape (B, S, dim)")
-            if _context_layout is None:
-                _context_layout = TokenLayout.of(context, causal=False, key_mask=context_mask, packing=context_packing)
-        elif context is not None or context_mask is not None or context_packing is not None:
-            raise ValueError("a context was given, but this model has no cross-attention: set ModelConfig.cross")
+        self._check_context(context, context_mask, context_packing)
+        if context is not None and _context_layout is None:
+            _context_layout = TokenLayout.of(context, causal=False, key_mask=context_mask, packing=context_packing)
         return self.normalize(self.stack(x, _layout, context, _context_layout))
 
     def new_state(
@@ -111,18 +107,15 @@ class Transformer(nn.Module):
         options: StateOptions = {"max_length": max_length, "start": start, "transition": transition}
         options["device"] = example.device if device is None else device
         options["dtype"] = example.dtype if dtype is None else dtype
+        self._check_context(context, context_mask)
         state = self.stack.new_state(batch_size, **options)
-        if self.config.cross is None:
-            return state
         if context is None:
-            raise ValueError("this model attends to a context: new_state needs context=, of shape (B, S, dim)")
-        branches = []
-        for branch, held in zip(self.stack.branches, state.branches, strict=True):
-            if held.cross:
-                assert isinstance(branch, ResidualBranch)
-                assert isinstance(branch.layer, Attention)
-                held = replace(held, inner=(branch.layer.write(held.inner[0], context, key_mask=context_mask),))
-            branches.append(held)
+            return state
+        branches = list(state.branches)
+        for i, layer in self.stack.attention_layers():
+            if layer.cross:
+                inner = layer.write(branches[i].inner[0], context, key_mask=context_mask)
+                branches[i] = replace(branches[i], inner=(inner,))
         return replace(state, branches=tuple(branches))
 
     def extend(
@@ -143,11 +136,18 @@ class Transformer(nn.Module):
             out, state = self.stack.extend(x, layout, state)
             return self.normalize(out), state
         span = PaddedSpan.of(key_mask)
-        (rolled,) = span.roll(x[:, :, None])
-        filled = torch.arange(x.shape[1], device=x.device) < span.lengths[:, None]
-        layout = TokenLayout.of(x, causal=True, key_mask=filled, start=state.end)
-        out, state = self.stack.extend(rolled[:, :, 0], layout, state)
-        return span.unroll(self.normalize(out)[:, :, None])[:, :, 0], state
+        (x,) = span.roll(x)
+        layout = TokenLayout.of(x, causal=True, key_mask=span.filled, start=state.end)
+        out, state = self.stack.extend(x, layout, state)
+        return span.unroll(self.normalize(out)), state
+
+    def _check_context(self, context: Tensor | None, *others: object) -> None:
+        """Raise ValueError unless there is a context where the model attends to one, and nothing of one elsewhere."""
+        if self.config.cross is None:
+            if any(given is not None for given in (context, *others)):
+                raise ValueError("a context was given, but this model has no cross-attention: set ModelConfig.cross")
+        elif context is None:
+            raise ValueError("this model attends to a context: pass context=, of shape (B, S, dim)")
 
     def normalize(self, x: Tensor) -> Tensor:
         """Apply the final norm."""
@@ -160,14 +160,13 @@ class Transformer(nn.Module):
         """
         if not self.training:
             return
-        for branch in self.stack.branches:
-            if isinstance(branch, ResidualBranch) and isinstance(branch.layer, Attention):
-                for part in branch.layer.mechanism.modules():
-                    if getattr(part, "redraw_interval", None) is not None:
-                        before = part.draw
-                        cast("Any", part).count_forward()
-                        if shard is not None and part.draw != before:
-                            shard.share(list(part.buffers()))
+        for _, layer in self.stack.attention_layers():
+            for part in layer.mechanism.modules():
+                if getattr(part, "redraw_interval", None) is not None:
+                    before = part.draw
+                    cast("Any", part).count_forward()
+                    if shard is not None and part.draw != before:
+                        shard.share(list(part.buffers()))
 
 
 class ModelStateOptions(StateOptions, total=False):
@@ -231,8 +230,7 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits (B, T, vocab_size) of vectors (B, T, dim) from `hidden`."""
-        narrow = hidden if self.from_dim is None else self.from_dim(hidden)
-        narrow = narrow if self.narrow_norm is None else self.narrow_norm(narrow)
+        narrow = self._narrow(hidden)
         logits = F.linear(narrow, self.embedding.weight) if self.to_logits is None else self.to_logits(narrow)
         return cap_logits(logits, self.config.logit_softcap)
 
@@ -271,11 +269,15 @@ class LanguageModel(nn.Module):
 
     def hidden_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Compute the mean cross-entropy of labels (B, T) from vectors (B, T, dim) of `hidden` or `extend_hidden`."""
-        narrow = hidden if self.from_dim is None else self.from_dim(hidden)
-        narrow = narrow if self.narrow_norm is None else self.narrow_norm(narrow)
+        narrow = self._narrow(hidden)
         weight = self.embedding.weight if self.to_logits is None else self.to_logits.weight
         bias = None if self.to_logits is None else self.to_logits.bias
         return cross_entropy(narrow.flatten(0, 1), weight, bias, labels.flatten(), self.config.logit_softcap)
+
+    def _narrow(self, hidden: Tensor) -> Tensor:
+        """Project vectors (B, T, dim) to the width of the embeddings."""
+        narrow = hidden if self.from_dim is None else self.from_dim(hidden)
+        return narrow if self.narrow_norm is None else self.narrow_norm(narrow)
 
     def new_state(self, batch_size: int, **options: Unpack[ModelStateOptions]) -> StackState:
         """Return an empty state; see `Transformer.new_state`."""
@@ -309,8 +311,7 @@ class LanguageModel(nn.Module):
         span = None
         if self._embeds_inside and key_mask is not None and _layout is None and tokens.shape[1]:
             span = PaddedSpan.of(key_mask)
-            tokens = span.roll(tokens[:, :, None, None])[0][:, :, 0, 0]
-            key_mask = torch.arange(tokens.shape[1], device=tokens.device) < span.lengths[:, None]
+            (tokens,), key_mask = span.roll(tokens), span.filled
         layout = _layout
         if layout is None:
             layout = TokenLayout.of(tokens, causal=True, key_mask=key_mask, start=state.end)
@@ -322,7 +323,7 @@ class LanguageModel(nn.Module):
         if self._embeds_inside:
             _layout = replace(layout, tokens=tokens)
         out, state = self.transformer.extend(x, state, key_mask=key_mask, _layout=_layout)
-        out = out if span is None else span.unroll(out[:, :, None])[:, :, 0]
+        out = out if span is None else span.unroll(out)
         return out, state if recent is None else replace(state, recent=recent)
 
     def decode_step(self, tokens: Tensor, state: StackState) -> tuple[Tensor, StackState]:
@@ -431,7 +432,7 @@ class LanguageModel(nn.Module):
     def _check_labels(self, labels: Tensor, tokens: Tensor) -> None:
         if not isinstance(labels, Tensor):
             raise TypeError(f"labels must be a tensor of the tokens' shape, got a {type(labels).__name__}")
-        if labels.shape != tokens.shape or labels.dtype != torch.int64:
+        if labels.shape != tokens.shape or labels.dtype not in (torch.int64, torch.int32):
             raise ValueError(
                 f"labels must be integers of the tokens' shape {tuple(tokens.shape)}, "
                 f"got {tuple(labels.shape)} {labels.dtype}"
@@ -534,9 +535,12 @@ class VectorProjection(nn.Module):
         self.register_buffer("std", torch.ones(input_dim))
         self.to_dim = nn.Linear(input_dim, dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize and project x."""
+    def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """Normalize and project x. key_mask: (B, T) bool, True for real tokens."""
         _check_vectors(x, len(self.mean))
+        if key_mask is not None:  # NaN in padding would reach the gradients of the weights.
+            check_key_mask(key_mask, x, None)
+            x = x.masked_fill(~key_mask[..., None], 0)
         return self.to_dim((x - self.mean) / self.std)
 
 
@@ -560,8 +564,9 @@ class Classifier(nn.Module):
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """Compute logits (B, num_classes) of the mean over real tokens, or with `pooling="none"` of each token."""
+        x = x if self.project is None else self.project(x, key_mask)
         hidden = self.body.hidden if isinstance(self.body, LanguageModel) else self.body
-        return self.logits(hidden(x if self.project is None else self.project(x), key_mask=key_mask), key_mask=key_mask)
+        return self.logits(hidden(x, key_mask=key_mask), key_mask=key_mask)
 
     def logits(self, vectors: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """Compute logits of the body's vectors (B, T, dim), as `forward` does."""

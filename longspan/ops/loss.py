@@ -29,10 +29,10 @@ def cross_entropy(
         hidden: Output vectors (N, dim).
         weight: (V, dim).
         bias: (V,).
-        labels: (N,), −100 where there is none.
+        labels: (N,) integers, −100 where there is none.
         softcap: The limit of the logits; see `cap_logits`.
     """
-    rows = max(1, MAX_LOGITS // len(weight))
+    rows, labels = max(1, MAX_LOGITS // len(weight)), labels.long()
     count = (labels != IGNORE_INDEX).sum()
     if len(labels) <= rows:
         return _sum(hidden, weight, bias, labels, softcap) / count.clamp(min=1)

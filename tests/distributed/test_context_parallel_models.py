@@ -95,6 +95,12 @@ def check_classifier(rank: int) -> None:
         logits, expected = divided(x[:, piece], **part), one(x, **given)
         pairs = backward(logits.square().sum(), expected.square().sum(), divided, one)
         agree([(logits, expected), *pairs], "classifier")
+        options: dict[str, Any] = {"causal": False, "num_classes": 3, "vocab_size": None, "input_dim": 5}
+        one, model = twins(Classifier, config("decay", pooling="none", **options))
+        x = torch.randn(2, T, 5, generator=torch.Generator().manual_seed(2)).double()
+        x = x if not given else x.masked_fill(~mask[..., None], float("nan"))
+        logits = context_parallel(model, dist.group.WORLD)(x[:, piece], **part)
+        agree([(logits, one(x, **given)[:, piece])], "classifier of vectors at each token")
 
 
 def check_execution(rank: int) -> None:
@@ -195,6 +201,7 @@ def check_transformers(rank: int) -> None:
         LongspanForMaskedLM,
         LongspanForSeq2SeqLM,
         LongspanForSequenceClassification,
+        LongspanForTokenClassification,
         LongspanModel,
     )
 
@@ -222,6 +229,8 @@ def check_transformers(rank: int) -> None:
     pair = LongspanConfig(config(cross=AttentionConfig(num_heads=2)), encoder=config(causal=False))
     with pytest.raises(ValueError, match="divided as the longspan model in it"):
         context_parallel(LongspanForSeq2SeqLM(pair), dist.group.WORLD)
+    with pytest.raises(ValueError, match="divided as the longspan model in it"):
+        context_parallel(LongspanForTokenClassification(LongspanConfig(config(causal=False))), dist.group.WORLD)
 
 
 def check_short(rank: int) -> None:

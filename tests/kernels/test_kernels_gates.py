@@ -14,7 +14,6 @@ from longspan import build_mechanism
 from longspan.mechanisms.gated import GatedMechanism
 from longspan.ops import gates as gates_op
 from longspan.ops import l2_norm
-from longspan.ops.decode import GateActivation
 from longspan.ops.gates import _ActivateGates
 from longspan.ops.l2_norm import _L2Norm
 
@@ -105,14 +104,14 @@ def test_gradients_of_gradients_are_refused(call: str) -> None:
 
 
 def test_reasons() -> None:
-    q, how = torch.zeros(1, 4, 2, 8), GateActivation("none", "sigmoid")
+    q = torch.zeros(1, 4, 2, 8)
     assert l2_norm.why_unsupported(q, q) is None
     assert "CUDA" in str(l2_norm.why_not_triton(q, q))
     assert "float64" in str(l2_norm.why_unsupported(q.double(), q.double()))
     assert "over 256" in str(l2_norm.why_unsupported(torch.zeros(1, 4, 2, 257), torch.zeros(1, 4, 2, 257)))
     assert "empty" in str(l2_norm.why_unsupported(q[:, :0], q))
-    assert gates_op.why_unsupported(q, q, how) is None
-    assert "CUDA" in str(gates_op.why_not_triton(q, q, how))
-    assert "float64" in str(gates_op.why_unsupported(q, q.double(), how))
-    assert "over 257" in str(gates_op.why_unsupported(torch.zeros(1, 4, 2, 258), q, how))
-    assert "empty" in str(gates_op.why_unsupported(q[:, :0], q, how))
+    assert gates_op.why_unsupported(q, q) is None
+    assert "CUDA" in str(gates_op.why_not_triton(q, q))
+    assert "float64" in str(gates_op.why_unsupported(q, q.double()))
+    assert "over 257" in str(gates_op.why_unsupported(torch.zeros(1, 4, 2, 258), q))
+    assert "empty" in str(gates_op.why_unsupported(q[:, :0], q))

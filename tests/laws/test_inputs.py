@@ -187,6 +187,10 @@ def test_bad_lengths(lengths: list[int]) -> None:
         Packing.from_lengths(lengths)
 
 
+def test_lengths_may_be_a_tensor() -> None:
+    assert type(Packing.from_lengths(torch.tensor([5, 12])).max_length) is int
+
+
 def test_key_packing() -> None:
     q, k, v = inputs(1, keys=S)
     two, three = Packing.from_lengths([5, 12]), Packing.from_lengths([5, 7, 7])
@@ -272,10 +276,12 @@ def test_stale_draw() -> None:
     with refused("these states differ in draw: 0 and 1"):
         state.put([0], mechanism.new_state(1))
     split = build("split", parts=[{"mechanism": "performer", "num_heads": 3}])
-    held = split.new_state(B)
-    split.parts[0].redraw()
-    with refused(*says):
-        split.read(held, q)
+    mixture = build("mixture", memory={"mechanism": "performer", "kernel": "relu"})
+    for whole, part in ((split, split.parts[0]), (mixture, mixture.memory)):
+        held = whole.new_state(B)
+        part.redraw()
+        with refused(*says):
+            whole.read(held, q)
 
 
 def test_linformer_beyond_its_table() -> None:
@@ -345,6 +351,7 @@ def test_bad_sizes(arguments: dict, says: tuple[str, ...]) -> None:
         ("local", {"xpos": 3.0}, ("xpos needs a positive scale base and an even head_dim", "got 3.0 and 5")),
         ("linformer", {"dropout": 2}, ("dropout must be in [0, 1)", "got 2")),
         ("linear", {"blind_spot": 0}, ("blind_spot must be at least 1", "got 0")),
+        ("local", {"window": 3.5}, ("window must be a number of keys or (back, ahead)", "got 3.5")),
         ("linear", {"feature_map": "softmax", "normalize": "none"}, ("exponentials", 'use normalize="query"')),
         ("performer", {"epsilon": 1e-4, "normalize": "feature"}, ("with an epsilon needs normalize",)),
         ("performer", {"num_features": 0}, ("num_features must be positive", "got 0")),
@@ -390,6 +397,11 @@ def test_bad_sizes(arguments: dict, says: tuple[str, ...]) -> None:
 def test_bad_options(name: str, options: dict, says: tuple[str, ...]) -> None:
     with refused(*says):
         build(name, **options)
+
+
+def test_a_blind_spot_of_half_a_token_is_refused() -> None:
+    with refused("blind_spot must be an integer, got 2.5", error=TypeError):
+        build("linear", blind_spot=2.5)
 
 
 def test_split_inside_a_group_of_heads() -> None:

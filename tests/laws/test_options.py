@@ -356,6 +356,9 @@ def test_a_window_is_resized(options: dict) -> None:
     differ(resized(q, k, v, causal=True), before)
     state = resized.write(resized.new_state(B, dtype=torch.float64), k, v)
     assert_same(resized.read(state, q[:, -1:]), wide(q, k, v, causal=True)[:, -1:])
+    resized.resize(4)
+    with pytest.raises(ValueError, match=r"this state is of a window that reaches .* start from new_state"):
+        resized.extend(state, q, k, v)
 
 
 def test_a_window_with_a_table_is_not_resized() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import refused
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from longspan import Mechanism, build_mechanism, register_mechanism
@@ -294,6 +295,28 @@ def test_names_and_shapes_that_do_not_fit(tmp_path: Path) -> None:
         load_changed(depth=4)
     with refused("unknown: transformer.stack.branches.2"):
         load_changed(depth=1)
+
+
+@pytest.mark.parametrize(
+    ("config", "rank", "says"),
+    [
+        ({"r": 2, "lora_alpha": 4}, 3, "does not fit the weight"),
+        ({"lora_alpha": 4}, 2, "r must be a positive integer and lora_alpha a number, got None and 4"),
+        ({"r": 0, "lora_alpha": 4}, 2, "got 0 and 4"),
+        ({"r": 2}, 2, "got 2 and None"),
+    ],
+    ids=str,
+)
+def test_damaged_adapters(config: dict[str, Any], rank: int, says: str, tmp_path: Path) -> None:
+    model, layer = language_model(), "transformer.stack.branches.0.layer.to_q"
+    save(model, tmp_path / "model")
+    width, dim = model.get_submodule(layer).weight.shape
+    names = (f"base_model.model.model.{layer}.lora_{part}.weight" for part in "AB")
+    tensors = dict(zip(names, (torch.zeros(rank, dim), torch.zeros(width, 2)), strict=True))
+    save_file(tensors, tmp_path / "model/adapter_model.safetensors")
+    (tmp_path / "model/adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **config}))
+    with pytest.raises(ValueError, match=says):
+        load(tmp_path / "model")
 
 
 def test_stored_apart_but_one_in_the_model(tmp_path: Path) -> None:

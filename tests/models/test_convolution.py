@@ -127,6 +127,9 @@ def test_rows_of_a_state_can_be_chosen(options: dict[str, Any]) -> None:
     _, state = model.extend(tokens[:, :8], model.new_state(3, dtype=F64))
     chosen = model.extend(tokens[[2, 0], 8:], state.select([2, 0]))[0]
     assert_same(chosen, model(tokens)[[2, 0], 8:])
+    _, longer = model.extend(tokens[2:, :12], model.new_state(1, dtype=F64))
+    replaced = model.extend(tokens[1:, 12:], state.select([1, 1]).put([1], longer))[0]
+    assert_same(replaced[1:], model(tokens)[2:, 12:])
 
 
 def test_a_convolution_is_a_weighted_sum_of_the_last_tokens() -> None:

@@ -206,8 +206,9 @@ def test_a_classifier_of_no_tokens() -> None:
     assert_same(model(empty, key_mask=empty.bool()), model(empty))
 
 
-def test_a_classifier_of_vectors_with_nan_in_the_padding() -> None:
-    model = shaken(Classifier(config(vocab_size=None, causal=False, num_classes=4)))
+@pytest.mark.parametrize("input_dim", [None, DIM], ids=["as they are", "projected"])
+def test_a_classifier_of_vectors_with_nan_in_the_padding(input_dim: int | None) -> None:
+    model = shaken(Classifier(config(vocab_size=None, causal=False, num_classes=4, input_dim=input_dim)))
     mask = lengths_to_mask([T, 6, 0], T)
     x = torch.randn(3, T, DIM).double().masked_fill(~mask[..., None], float("nan"))
     out = model(x, key_mask=mask)

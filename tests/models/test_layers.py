@@ -374,6 +374,12 @@ def test_cross_attention_written_once_and_read_is_forward(name: str, masked: boo
         assert_same(out, want)
 
 
+def test_self_attention_has_no_context_to_write() -> None:
+    layer = attention(rotary="halves")
+    with pytest.raises(ValueError, match="self-attention takes no context: use extend"):
+        layer.write(layer.new_state(B, dtype=torch.float64), tokens())
+
+
 @pytest.mark.parametrize("name", CROSS)
 def test_cross_attention_packed_on_both_sides(name: str) -> None:
     layer = attention(cross=True, mechanism=SPECS[name])

@@ -269,7 +269,7 @@ def test_a_context_may_be_longer_than_the_model() -> None:
     with torch.no_grad():
         assert_same(stream(model, x[:, :4], [1, 3], max_length=4, context=context), model(x[:, :4], context=context))
         assert model.new_state(B, max_length=50, context=context).length.tolist() == [0, 0]
-    with pytest.raises(ValueError, match="this model attends to a context: new_state needs context="):
+    with pytest.raises(ValueError, match="this model attends to a context: pass context="):
         model.new_state(B)
     with pytest.raises(ValueError, match="this model attends to a context: pass context="):
         model(x)
@@ -277,6 +277,8 @@ def test_a_context_may_be_longer_than_the_model() -> None:
     for given in ({"context": context}, {"context_mask": torch.ones(B, 9, dtype=torch.bool)}):
         with pytest.raises(ValueError, match="this model has no cross-attention"):
             plain(x, **given)
+        with pytest.raises(ValueError, match="this model has no cross-attention"):
+            plain.new_state(B, **given)
 
 
 def test_the_tokens_and_the_layers_between() -> None:

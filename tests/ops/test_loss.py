@@ -51,6 +51,12 @@ def test_labels_are_the_next_tokens() -> None:
     torch.testing.assert_close(lm.loss(x), F.cross_entropy(lm(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten()))
 
 
+def test_int32_tokens_and_labels() -> None:
+    lm, x = model(), tokens()
+    torch.testing.assert_close(lm.loss(x.int()), lm.loss(x))
+    torch.testing.assert_close(lm.loss(x, x.flip(1).int()), lm.loss(x, x.flip(1)))
+
+
 def test_padding_is_no_label() -> None:
     lm, x = model(), tokens(1)
     alone = lm.loss(x[:, :20])

@@ -177,11 +177,8 @@ def causal_linformer(
 
 def why_not_triton_causal(q: Tensor, k: Tensor, v: Tensor, rank: int) -> str | None:
     """Return why causal attention is computed by two passes of linear attention; None if the kernels support it."""
-    why = dispatch.unavailable(q) or _why_unsupported_causal(q, k, v, rank)
-    return why or dispatch.insufficient_shared_memory(q, 227)
-
-
-def _why_unsupported_causal(q: Tensor, k: Tensor, v: Tensor, rank: int) -> str | None:
+    if (why := dispatch.unavailable(q)) is not None:
+        return why
     if not q.dtype == k.dtype == v.dtype == bfloat16:
         return f"q, k and v are {', '.join(str(x.dtype) for x in (q, k, v))}; the kernels take bfloat16"
     dim = max(q.shape[3], v.shape[3])
@@ -189,7 +186,8 @@ def _why_unsupported_causal(q: Tensor, k: Tensor, v: Tensor, rank: int) -> str |
         return f"rank {rank} and dimension {dim}; the kernels take up to {dispatch.LARGEST} and {LARGEST_CAUSAL}"
     if not q.numel() or not v.numel():
         return "an empty tensor"
-    return dispatch.large_axis(q.shape[0] * q.shape[2], "batch rows and heads")
+    why = dispatch.large_axis(q.shape[0] * q.shape[2], "batch rows and heads")
+    return why or dispatch.insufficient_shared_memory(q, 227)
 
 
 @differentiable_op("longspan::causal_linformer", (CausalInputs,), (CausalSaved,), outputs=7, grads=7, differentiable=3)

@@ -52,9 +52,7 @@ class TokenShift(NamedTuple):
     def ring(recent: Tensor, length: Tensor) -> Tensor:
         """Return the ring buffer of the last tokens (B, max(offsets), dim), oldest first."""
         slots = recent.shape[1] + 1
-        slot = (
-            length[:, None] - torch.arange(slots, 0, -1, device=length.device)
-        ) % slots  # of each token, oldest first
+        slot = (length[:, None] - torch.arange(slots, 0, -1, device=length.device)) % slots  # oldest token first
         padded = F.pad(recent, (0, 0, 1, 0))
         return torch.empty_like(padded).scatter_(1, slot[..., None].expand_as(padded), padded)
 

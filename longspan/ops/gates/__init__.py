@@ -36,12 +36,12 @@ def activate_gates(
     return None if activation.decay == "none" else log_decay, None if activation.write == "one" else beta
 
 
-def why_not_triton(gates: Tensor, k: Tensor, activation: GateActivation) -> str | None:
+def why_not_triton(gates: Tensor, k: Tensor) -> str | None:
     """Return why the gates beside keys k are activated in eager PyTorch; None if the kernel supports them."""
-    return dispatch.unavailable(gates) or why_unsupported(gates, k, activation)
+    return dispatch.unavailable(gates) or why_unsupported(gates, k)
 
 
-def why_unsupported(gates: Tensor, k: Tensor, activation: GateActivation) -> str | None:
+def why_unsupported(gates: Tensor, k: Tensor) -> str | None:
     """Return a reason if the kernel does not support these gates on any device."""
     if gates.dtype not in dispatch.DTYPES or k.dtype == float64:
         return f"gates and keys are {gates.dtype} and {k.dtype}; the kernel takes bfloat16, float16 and float32"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, lazy_module, refuse_forward_mode
+from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, group, lazy_module, refuse_forward_mode
 
 _kernels = lazy_module("longspan.ops.heads.triton")
 
@@ -154,15 +154,14 @@ class HeadsSaved(NamedTuple):
 )
 class _DivideHeads(DifferentiableOp):
     @staticmethod
-    def forward(x: Tensor, *args: Any, traced: bool = True) -> tuple[Tensor, ...]:
-        return _kernels().forward(x, *args)
+    def forward(*args: Any, traced: bool = True) -> tuple[Tensor, ...]:
+        return _kernels().forward(HeadsInputs(*args))
 
     @staticmethod
-    def fake(
-        x: Tensor, weight_q: Tensor, weight_k: Tensor, cos: Any, sin: Any, heads: int, first: int, *_: Any
-    ) -> tuple[Tensor, ...]:
-        D = weight_q.shape[0]
-        return tuple(x.new_empty(*x.shape[:2], n, D) for n in (first, heads - first) for _ in range(3))
+    def fake(*args: Any) -> tuple[Tensor, ...]:
+        inputs = HeadsInputs(*args)
+        (B, T, _), sizes = inputs.x.shape, (inputs.first, inputs.heads - inputs.first)
+        return tuple(inputs.x.new_empty(B, T, n, inputs.weight_q.shape[0]) for n in sizes for _ in range(3))
 
     @staticmethod
     def visible(outputs: tuple[Any, ...]) -> Any:
@@ -182,11 +181,11 @@ class _DivideHeads(DifferentiableOp):
 
     @staticmethod
     def backward(*args: Any, traced: bool = True) -> tuple[Tensor, Tensor]:
-        return _kernels().backward(args[:6], *args[6:])
+        return _kernels().backward(*group(args, HeadsSaved, HeadsInputs))
 
     @staticmethod
     def backward_fake(*args: Any) -> tuple[Tensor, Tensor]:
-        x, weight, heads = args[6], args[7], args[11]
-        return x.new_empty(x.shape), weight.new_empty(
-            heads * num_parts(x.shape[0] * x.shape[1]), 2, *weight.shape, dtype=torch.float32
-        )
+        _, inputs = group(args, HeadsSaved, HeadsInputs)
+        x, weight = inputs.x, inputs.weight_q
+        parts = inputs.heads * num_parts(x.shape[0] * x.shape[1])
+        return x.new_empty(x.shape), weight.new_empty(parts, 2, *weight.shape, dtype=torch.float32)

@@ -14,71 +14,46 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.ops.common.launch import Plan, Signature, dense, new_like, on_device
+from longspan.ops.common.launch import Plan, Signature, dense, on_device
 from longspan.ops.common.tiles import padded, zeros
-from longspan.ops.heads import TOKENS, num_parts
+from longspan.ops.heads import TOKENS, HeadsInputs, num_parts
 
 # All heads, those of the first part, half of their dimension, padded, tokens per tile, and which parts are rotated.
 HeadsSizes = namedtuple("HeadsSizes", "H FIRST HALF BH BT TURN_FIRST TURN_SECOND")
 
 
-def forward(
-    x: Tensor,
-    weight_q: Tensor,
-    weight_k: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    heads: int,
-    first: int,
-    rotate_first: bool,
-    rotate_second: bool,
-    epsilon: float,
-) -> tuple[Tensor, ...]:
+def forward(inputs: HeadsInputs) -> tuple[Tensor, ...]:
     """Return q, k and v of the first part and those of the second, (B, T, heads, D) each."""
-    x, weight_q, weight_k, cos, sin = (dense(y) for y in (x, weight_q, weight_k, cos, sin))
-    plan = _HeadsPlan.of((x, weight_q, weight_k, cos, sin), heads, first, rotate_first, rotate_second, epsilon, False)
-    sizes = (first, heads - first)
-    outputs = tuple(x.new_empty(*x.shape[:2], n, len(weight_q)) for n in sizes for _ in range(3))
-    with on_device(x):
-        plan.run(*plan.addresses(x, weight_q, weight_k, cos, sin, *outputs))
+    tensors = tuple(dense(y) for y in inputs[:5])
+    plan, D = _HeadsPlan.of(tensors, *inputs[5:], False), len(inputs.weight_q)
+    sizes = (inputs.first, inputs.heads - inputs.first)
+    outputs = tuple(inputs.x.new_empty(*inputs.x.shape[:2], n, D) for n in sizes for _ in range(3))
+    with on_device(inputs.x):
+        plan.run(*plan.addresses(*tensors, *outputs))
     return outputs
 
 
-def backward(
-    grads: Sequence[Tensor],
-    x: Tensor,
-    weight_q: Tensor,
-    weight_k: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    heads: int,
-    first: int,
-    rotate_first: bool,
-    rotate_second: bool,
-    epsilon: float,
-) -> tuple[Tensor, Tensor]:
+def backward(grads: Sequence[Tensor], inputs: HeadsInputs) -> tuple[Tensor, Tensor]:
     """Return the gradient of x, and parts (P, 2, D) of those of both weights, to be summed."""
-    x, weight_q, weight_k, cos, sin = (dense(y) for y in (x, weight_q, weight_k, cos, sin))
-    grads = [d.contiguous() for d in grads]
-    tensors = x, weight_q, weight_k, cos, sin, *grads
-    plan = _HeadsPlan.of(tensors, heads, first, rotate_first, rotate_second, epsilon, True)
-    d_x = new_like(x)
-    parts = x.new_empty(plan.parts * heads, 2, len(weight_q), dtype=torch.float32)
-    with on_device(x):
+    tensors = *(dense(y) for y in inputs[:5]), *(d.contiguous() for d in grads)
+    plan = _HeadsPlan.of(tensors, *inputs[5:], True)
+    d_x = inputs.x.new_empty(inputs.x.shape)
+    parts = d_x.new_empty(plan.parts * inputs.heads, 2, len(inputs.weight_q), dtype=torch.float32)
+    with on_device(d_x):
         plan.run(*plan.addresses(*tensors, d_x, parts))
     return d_x, parts
 
 
 class _HeadsPlan(Plan):
     def __init__(
-        self, device: int, key: Signature, heads: int, first: int, turn_first: bool, turn_second: bool,
+        self, device: int, key: Signature, heads: int, first: int, rotate_first: bool, rotate_second: bool,
         epsilon: float, back: bool,
     ) -> None:  # fmt: skip
         super().__init__(device)
         assert key[0] is not None
         assert key[1] is not None
         (B, T, _), half = key[0][0], key[1][0][0] // 2
-        sizes = HeadsSizes(heads, first, half, padded(half, 16), TOKENS, turn_first, turn_second)
+        sizes = HeadsSizes(heads, first, half, padded(half, 16), TOKENS, rotate_first, rotate_second)
         self.parts = num_parts(B * T)
         kernel = heads_backward_kernel if back else heads_forward_kernel
         grid = heads, self.parts if back else -(-B * T // TOKENS)

@@ -113,7 +113,7 @@ class _CausalPlan(Plan):
         constants = self.constants("sums")
         constants |= {"GROUP": S.H // S.HKV if self.back else 1, "WIDTH": width, "BACK": self.back}
         grid = S.BR // constants["S"].BS * self.segments, self.B * S.HKV
-        self.walk = self.both(causal_sums_kernel, grid, scalars, constants | {"TOTALS": False})
+        self.scan = self.both(causal_sums_kernel, grid, scalars, constants | {"TOTALS": False})
         self.totals = self.both(causal_sums_kernel, grid, scalars, constants | {"TOTALS": True})
 
     def constants(self, name: str) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class _CausalPlan(Plan):
         if self.segments == 1:
             shapes = ((self.B, S.HKV, S.R, width) for width in (S.D, S.E))
             ends = tuple(like.new_empty(shape, dtype=torch.float32) for shape in shapes)
-            self.walk((*xs, *ys), starts, tuple(states), ends)
+            self.scan((*xs, *ys), starts, tuple(states), ends)
             return ends
         shapes = ((self.B, S.HKV, self.segments + 1, S.R, width) for width in (S.D, S.E))
         held = tuple(like.new_empty(shape, dtype=torch.float32) for shape in shapes)
@@ -150,7 +150,7 @@ class _CausalPlan(Plan):
         self.totals((*xs, *ys), (None, None), tuple(states), held)
         for buffer in held:
             torch.cumsum(buffer, 2, out=buffer)
-        self.walk((*xs, *ys), held, tuple(states), held)
+        self.scan((*xs, *ys), held, tuple(states), held)
         return tuple(buffer[:, :, -1].contiguous() for buffer in held)
 
 

@@ -112,7 +112,7 @@ class _FeaturePlan(Plan):
         constants = {"S": S, "GROUP": group, "BACK": self.back}
         grid = S.BM // S.BS * (S.BE // 64) * self.segments, self.B * S.HKV
         scalars = self.tokens, self.chunks, self.run, self.segments, x, y
-        self.walk = self.launch(features_sums_kernel, grid, scalars, constants | TILING["sums"] | {"TOTALS": False})
+        self.scan = self.launch(features_sums_kernel, grid, scalars, constants | TILING["sums"] | {"TOTALS": False})
         self.totals = self.launch(features_sums_kernel, grid, scalars, constants | TILING["sums"] | {"TOTALS": True})
         grid = self.chunks, self.B * S.HKV
         scalars = self.tokens, self.T, x
@@ -125,7 +125,7 @@ class _FeaturePlan(Plan):
         S = self.S
         if self.segments == 1:
             end = states.new_empty(self.B, S.HKV, S.M, S.E, dtype=torch.float32)
-            self.walk(*inputs, start, states, end)
+            self.scan(*inputs, start, states, end)
             return end
         held = states.new_empty(self.B, S.HKV, self.segments + 1, S.M, S.E, dtype=torch.float32)
         if start is None:
@@ -134,7 +134,7 @@ class _FeaturePlan(Plan):
             held[:, :, 0] = start
         self.totals(*inputs, None, states, held)
         torch.cumsum(held, 2, out=held)
-        self.walk(*inputs, held, states, held)
+        self.scan(*inputs, held, states, held)
         return held[:, :, -1].contiguous()
 
 

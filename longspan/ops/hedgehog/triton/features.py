@@ -52,26 +52,15 @@ def forward(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def backward(
-    d_features: Tensor, x: Tensor, weight: Tensor, d_x: Tensor | None = None, more: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and the weight.
-
-    Args:
-        d_features: The gradient of the features.
-        x: Queries or keys.
-        weight: W.
-        d_x: Another gradient of x, contiguous, to which that of the features is added in place.
-        more: A third one, contiguous, which is added too.
-    """
+def backward(d_features: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and the weight, given that of the features."""
     x, weight, d_features = dense_rows(x), weight.contiguous(), dense_rows(d_features)
     if _is_wide(x, weight, "backward"):
-        return WidePlan.of((x, weight, d_features, d_x, more)).backward(d_features, x, weight, d_x, more)
-    plan = HedgehogPlan.of((x, weight, d_features, d_x, more))
-    into, d_x = d_x, new_like(x) if d_x is None else d_x
+        return WidePlan.of((x, weight, d_features)).backward(d_features, x, weight)
+    plan, d_x = HedgehogPlan.of((x, weight, d_features)), new_like(x)
     parts = x.new_empty(plan.parts, *weight.shape, dtype=torch.float32)
     with on_device(x):
-        plan.backward(x, weight, d_features, into, more, d_x, parts)
+        plan.backward(x, weight, d_features, None, None, d_x, parts)
     return d_x, parts.sum(0).to(weight.dtype)
 
 
@@ -148,14 +137,12 @@ class WidePlan(Plan):
             self.read(x, self.numbers(x, weight), out)
         return out
 
-    def backward(
-        self, d_features: Tensor, x: Tensor, weight: Tensor, into: Tensor | None, more: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def backward(self, d_features: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Launch; see `backward`."""
-        d_x, d_y = new_like(x) if into is None else into, x.new_empty(*x.shape[:3], self.S.F)
+        d_x, d_y = new_like(x), x.new_empty(*x.shape[:3], self.S.F)
         parts = x.new_empty(self.parts, *weight.shape, dtype=torch.float32)
         with on_device(x):
-            self.differentiate(x, self.numbers(x, weight), d_features, into, more, d_x, d_y)
+            self.differentiate(x, self.numbers(x, weight), d_features, None, None, d_x, d_y)
             self.sums(x, d_y, parts)
         return d_x, (parts[0] if self.parts == 1 else parts.sum(0)).to(weight.dtype)
 
