@@ -85,6 +85,18 @@ def test_in_a_captured_graph_and_on_another_stream(name: str) -> None:
         assert torch.equal(replayed, theirs)
 
 
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("T", [193, 2111])
+def test_a_projection_in_bfloat16(T: int, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of short and of long sequences take it as it is: it holds the projection exactly."""
+    monkeypatch.setattr(dispatch, "eager_untraced", dispatch.eager_untraced if eager else lambda q: False)
+    mechanism, leaves = MECHANISMS["performer"]().cuda(), inputs(T)
+    d_out = torch.randn_like(leaves[0])
+    expected = results(mechanism, leaves, d_out)
+    for ours, theirs in zip(results(mechanism.bfloat16(), leaves, d_out), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_a_redrawn_projection_is_read() -> None:
     mechanism, leaves = MECHANISMS["performer"]().cuda(), inputs(193)
     assert isinstance(mechanism, PerformerAttention)
