@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.torch_private import compiling_dynamic, direct_apply, forward_ad_level, functorch_active
+from longspan.ops.common.torch_private import (
+    any_autocast_enabled,
+    compiling_dynamic,
+    direct_apply,
+    forward_ad_level,
+    functorch_active,
+)
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
 T = TypeVar("T", bound=type)
@@ -118,6 +124,8 @@ _AS_IT_IS = nullcontext()
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Disable autocast, which would round sums over the sequence."""
+    if not any_autocast_enabled():
+        return _AS_IT_IS
     device_type = "cpu" if x.is_meta else x.device.type
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _AS_IT_IS
 
