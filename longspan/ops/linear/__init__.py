@@ -233,9 +233,9 @@ class _Stateless:
         self.read = self.kernels.forward_plan(x, problem)
         self.differentiate: dict[Any, Any] = {}  # by layout: hooks may change that of saved tensors
 
-    def forward(self, q: Any, k: Any, v: Any, weight: Any, lengths: Any) -> tuple[Any, ...]:
+    def forward(self, q: Any, k: Any, v: Any, weight: Any, lengths: Any) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         out, _, _, den, starts = self.read(LinearInputs(q, k, v, weight, None, lengths, None, None))
-        return out, den, starts
+        return out, (out, den, starts)
 
     def backward(self, d_out: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
         out, den, starts, q, k, v, weight, lengths = saved
