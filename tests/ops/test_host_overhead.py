@@ -85,7 +85,7 @@ CASES: dict[str, tuple[Mechanism, bool, Costs, Costs]] = {
     "performer in bfloat16": (PerformerAttention(2, 64, num_features=256).bfloat16(), True, (3, 4, 31), (2, 5, 23)),
     "local": (LocalAttention(2, 64, window=33), True, (1, 3, 23), (2, 5, 17)),
     "local bidirectional": (LocalAttention(2, 64, window=33), False, (1, 3, 23), (2, 5, 17)),
-    "decay": (DecayAttention(2, 64, gate="fixed"), True, (3, 12, 44), (6, 5, 42)),
+    "decay": (DecayAttention(2, 64, gate="fixed"), True, (3, 11, 44), (6, 5, 42)),
 }
 
 
