@@ -392,12 +392,12 @@ class Mechanism(nn.Module, ABC):
         Raises:
             ValueError: If shapes, dtypes, devices or options do not fit together.
         """
-        alone = gates is None and key_mask is None and packing is None and key_packing is None and past is None
-        if alone and self._fits(q, k, v, causal):
+        alone = key_mask is None and packing is None and key_packing is None and past is None
+        if alone and self._fits(q, k, v, gates, causal):
             with without_autocast(q):
                 if causal:
-                    return self._attend_causal(q, k, v, gates=None, lengths=None)
-                return self._attend(q, k, v, gates=None, key_mask=None)
+                    return self._attend_causal(q, k, v, gates=gates, lengths=None)
+                return self._attend(q, k, v, gates=gates, key_mask=None)
         self._check_query(q)
         self._check_inputs(q, k, v, gates, key_mask, packing)
         if past is not None and not causal:
@@ -855,11 +855,17 @@ class Mechanism(nn.Module, ABC):
         out = q[..., :1].masked_fill(torch.ones_like(q[..., :1], dtype=torch.bool), 0)
         return out + (k.sum() + v.sum()) + q.new_zeros(self.value_dim)
 
-    def _fits(self, q: Any, k: Any, v: Any, causal: bool) -> bool:
-        """Whether q, k and v, with no other arguments, are valid: one test in place of all checks, which take time."""
+    def _fits(self, q: Any, k: Any, v: Any, gates: Any, causal: bool) -> bool:
+        """Whether these, with no other arguments, are valid: one test in place of all checks, which take time."""
         if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)) or q.ndim != 4:
             return False
         B, T, heads, dim = q.shape
+        if self.num_gates:
+            shape = B, T, self.num_kv_heads, self.num_gates
+            if not isinstance(gates, Tensor) or (gates.shape, gates.dtype, gates.device) != (shape, q.dtype, q.device):
+                return False
+        elif gates is not None:
+            return False
         return (
             0 not in (B, T)
             and (heads, dim) == (self.num_heads, self.head_dim)
@@ -868,7 +874,6 @@ class Mechanism(nn.Module, ABC):
             and q.dtype == k.dtype == v.dtype
             and q.device == k.device == v.device
             and q.is_floating_point()
-            and not self.num_gates
             and (self.supports_causal or not causal)
         )
 

@@ -48,8 +48,8 @@ class DecayAttention(GatedMechanism):
     def _gates(self, gates: Tensor | None, k: Tensor) -> Gates:
         dtype = sum_dtype(k)
         if gates is None:
-            head = torch.arange(self.num_kv_heads, dtype=dtype, device=k.device)
-            return Gates((-(-5 - head).exp2()).log1p()[:, None].expand(*k.shape[:-1], 1), None)
+            exponent = torch.arange(-5, -5 - self.num_kv_heads, -1, dtype=dtype, device=k.device)
+            return Gates((-exponent.exp2()).log1p()[:, None].expand(*k.shape[:-1], 1), None)
         if self.gate == "head":
             step, log_decay = self.time_step(gates.to(dtype))
             return Gates(log_decay, step[..., 0])

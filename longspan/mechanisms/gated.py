@@ -27,7 +27,7 @@ from longspan.ops.decode import (
     why_not_triton,
 )
 from longspan.ops.decode.torch import gated_step
-from longspan.ops.gated import LOG_UNDERFLOW, GatedInputs, choose_algorithm, gated_linear
+from longspan.ops.gated import LOG_UNDERFLOW, GatedInputs, choose_algorithm, gated_linear, gated_linear_out
 from longspan.ops.gates import activate_gates
 from longspan.ops.gates import why_not_triton as why_not_activated
 from longspan.ops.linear import sum_dtype
@@ -130,10 +130,10 @@ class GatedMechanism(Mechanism):
         if dtype != torch.bfloat16 or choose_algorithm(inputs, self.delta) == "torch":
             # In float32: the parts of a sum may overflow where the sum does not.
             q, k, v = (x.to(sum_dtype(x)) for x in (q, k, v))
-        out = gated_linear(q, k, v, log_decay=log_decay, beta=beta, delta=self.delta, scale=self._scale)[0]
+        out = gated_linear_out(q, k, v, log_decay=log_decay, beta=beta, delta=self.delta, scale=self._scale)
         q, k, v = (x.flip(1) for x in (q, k, v))
         log_decay, beta = (None if x is None else x.flip(1) for x in (log_decay, beta))
-        back = gated_linear(q, k, v, log_decay=log_decay, beta=beta, delta=self.delta, scale=self._scale)[0]
+        back = gated_linear_out(q, k, v, log_decay=log_decay, beta=beta, delta=self.delta, scale=self._scale)
         if not self.delta:
             back = back - self._diagonal(q, k, v, beta)
         return (out.to(sum_dtype(out)) + back.flip(1)).to(dtype)
@@ -146,7 +146,7 @@ class GatedMechanism(Mechanism):
         # Without a state: zeros need not be filled, read and differentiated.
         log_decay, beta = self._visible_gates(gates, k, _visible(lengths, k))
         q, k = self._queries_and_keys(q, k)
-        return gated_linear(q, k, v, log_decay=log_decay, beta=beta, delta=self.delta, scale=self._scale)[0]
+        return gated_linear_out(q, k, v, log_decay=log_decay, beta=beta, delta=self.delta, scale=self._scale)
 
     def _diagonal(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> Tensor:
         """Return what each token reads of itself (B, T, H, E), which both directions without the delta rule include."""
@@ -196,7 +196,7 @@ class GatedMechanism(Mechanism):
                 q, k, values, log_decay=log_decay, beta=beta, delta=True, scale=self._scale, state=memory
             )
             return out[..., : self.value_dim], out[..., self.value_dim :]
-        out = gated_linear(q, k, v, log_decay=log_decay, beta=beta, scale=self._scale)[0]
+        out = gated_linear_out(q, k, v, log_decay=log_decay, beta=beta, scale=self._scale)
         assert log_decay is not None
         faded = log_decay.double().cumsum(1).exp().to(dtype).repeat_interleave(H // k.shape[2], 2)
         return out.to(dtype), q.to(dtype) * faded * self._scale

@@ -321,7 +321,7 @@ class LinearAttention(Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> Tensor:
         if self._one_pass and not self.phantom and q.shape[1] > 1:
-            return self._scaled(causal_linear_out(q, k, v, lengths=lengths, **self._op_arguments(q)))
+            return self._scaled(causal_linear_out(q, k, v, lengths=lengths, **self._op_arguments()))
         if self.blind_spot > 1 and q.shape[1] > 1 and self._fused_buckets(q, k, v):
             return self._attend_buckets(q, k, v, lengths)
         if q.shape[1] > 1 and not self.phantom and self._takes_features(q, v):
@@ -338,7 +338,7 @@ class LinearAttention(Mechanism):
         if self.phantom:
             total = q.new_zeros(q.shape[0], self.num_kv_heads, self.value_dim + 1, dtype=sum_dtype(q))
             total[..., -1] = self.phantom / self.feature_map.epsilon
-        options = self._op_arguments(q) | {"epsilon": self.feature_map.epsilon, "total": total}
+        options = self._op_arguments() | {"epsilon": self.feature_map.epsilon, "total": total}
         return self._scaled(causal_linear_out(q, k, v, lengths=lengths, **options))
 
     def _normalizer_kernels(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -410,21 +410,17 @@ class LinearAttention(Mechanism):
         ones = k.new_ones(*k.shape[:3], 1)
         query = self._query(q)
         if not self.feature_map.unbounded:
-            options = self._op_arguments(q) | {"normalize": False}
+            options = self._op_arguments() | {"normalize": False}
             return query, causal_linear_out(q, k, ones, lengths=lengths, **options), None
         f, scale = self.feature_map.key(k)
         assert scale is not None
         mass, _ = causal_linear(query, f, ones, log_scale=scale, lengths=lengths, normalize=False)
         return query, mass, running_max(scale).repeat_interleave(q.shape[2] // k.shape[2], 2)[..., None]
 
-    def _op_arguments(self, like: Tensor) -> dict[str, Any]:
-        """Return the options of `causal_linear`, the projection in the dtype of the sums."""
-        phi = self.feature_map
-        assert isinstance(phi, FusedMap)
-        weight, dtype = phi.weight, sum_dtype(like)
-        if weight is not None and weight.dtype != dtype:
-            weight = weight.to(dtype)
-        return {"feature_map": phi.kind, "weight": weight, "normalize": self.normalize == "query"}
+    def _op_arguments(self) -> dict[str, Any]:
+        """Return the options of `causal_linear` for a `FusedMap`."""
+        phi: Any = self.feature_map  # Asking for its class takes longer than the rest.
+        return {"feature_map": phi.kind, "weight": phi.weight, "normalize": self.normalize == "query"}
 
     def _extend(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
@@ -434,7 +430,7 @@ class LinearAttention(Mechanism):
             state = self._write(state, k, v, gates=None, lengths=lengths)
             return self._read(state, q), state
         if self._one_pass:
-            out, sums = causal_linear(q, k, v, lengths=lengths, sums=state.sums, **self._op_arguments(state.kv))
+            out, sums = causal_linear(q, k, v, lengths=lengths, sums=state.sums, **self._op_arguments())
             return self._scaled(out), _updated(state, sums, None, k, lengths)
         span = self._span(q)
         if q.shape[1] <= span or self._fused_epsilon(q, k, v, state.kv):
@@ -462,7 +458,7 @@ class LinearAttention(Mechanism):
     ) -> tuple[Tensor, LinearState]:
         """`_extend` for maps and normalizers that `causal_linear` does not take: by kernels, or features in full."""
         if state.total is not None and self._fused_epsilon(q, k, v, state.kv):
-            options = self._op_arguments(state.kv) | {"epsilon": self.feature_map.epsilon, "total": state.total}
+            options = self._op_arguments() | {"epsilon": self.feature_map.epsilon, "total": state.total}
             out, sums = causal_linear(q, k, v, lengths=lengths, sums=state.sums, **options)
             visible = None if lengths is None else lengths_to_mask(lengths, k.shape[1])
             total = state.total + self._with_count(v.to(state.kv.dtype), visible).sum(1)

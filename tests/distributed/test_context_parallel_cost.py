@@ -95,10 +95,11 @@ def check_events(rank: int, ranks: int) -> None:
         work = [
             seen.note(linear, "causal_linear_out"),
             seen.note(gated, "gated_linear"),
+            seen.note(gated, "gated_linear_out"),
             seen.note(LocalAttention, "_windowed"),
             seen.note(LinformerAttention, "_scores"),
         ]
-        with seen.wrap("_gather_into"), work[0], work[1], work[2], work[3]:
+        with seen.wrap("_gather_into"), work[0], work[1], work[2], work[3], work[4]:
             out = model(x)
         assert_between(seen.events, "_gather_into", mechanism)
         if name == "local":

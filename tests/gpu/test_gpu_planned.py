@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
+from longspan.mechanisms.decay import DecayAttention
+from longspan.mechanisms.delta import DeltaAttention
 from longspan.mechanisms.linear import LinearAttention
 from longspan.mechanisms.local import LocalAttention
 from longspan.mechanisms.performer import PerformerAttention
@@ -20,6 +23,9 @@ MECHANISMS: dict[str, Callable[[], Mechanism]] = {
     "softmax": lambda: LinearAttention(H, D, num_kv_heads=HKV, feature_map="softmax"),
     "performer": lambda: PerformerAttention(H, D, num_kv_heads=HKV, num_features=256),
     "local": lambda: LocalAttention(H, D, num_kv_heads=HKV, window=67),
+    "decay": lambda: DecayAttention(H, D, num_kv_heads=HKV),
+    "channel": lambda: DecayAttention(H, D, num_kv_heads=HKV, gate="channel"),
+    "delta": lambda: DeltaAttention(H, D, num_kv_heads=HKV),
 }
 
 
@@ -38,8 +44,14 @@ def inputs(T: int) -> list[Tensor]:
     return [x.requires_grad_() for x in made]
 
 
+def forward(mechanism: Mechanism, leaves: list[Tensor]) -> Tensor:
+    shape = *leaves[1].shape[:3], mechanism.num_gates
+    gates = torch.linspace(-1, 1, math.prod(shape), device="cuda").view(shape).bfloat16() if shape[3] else None
+    return mechanism(*leaves, gates=gates, causal=True)
+
+
 def results(mechanism: Mechanism, leaves: list[Tensor], d_out: Tensor) -> list[Tensor]:
-    out = mechanism(*leaves, causal=True)
+    out = forward(mechanism, leaves)
     return [out, *torch.autograd.grad(out, leaves, d_out)]
 
 
@@ -61,7 +73,7 @@ def test_the_same_bits_as_the_custom_operation(
                 assert torch.equal(ours, theirs)
     assert len(set(planned)) == 1
     with torch.no_grad():
-        assert torch.equal(mechanism(*leaves, causal=True), traced[0][0])
+        assert torch.equal(forward(mechanism, leaves), traced[0][0])
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
@@ -83,6 +95,18 @@ def test_in_a_captured_graph_and_on_another_stream(name: str) -> None:
     for ours, replayed, theirs in zip(there, captured, expected, strict=True):
         assert torch.equal(ours, theirs)
         assert torch.equal(replayed, theirs)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("T", [193, 2111])
+def test_a_projection_in_bfloat16(T: int, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of short and of long sequences take it as it is: it holds the projection exactly."""
+    monkeypatch.setattr(dispatch, "eager_untraced", dispatch.eager_untraced if eager else lambda q: False)
+    mechanism, leaves = MECHANISMS["performer"]().cuda(), inputs(T)
+    d_out = torch.randn_like(leaves[0])
+    expected = results(mechanism, leaves, d_out)
+    for ours, theirs in zip(results(mechanism.bfloat16(), leaves, d_out), expected, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_a_redrawn_projection_is_read() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import kernel_cases
 import pytest
 import torch
@@ -24,7 +26,7 @@ from torch import Tensor
 from longspan import build_mechanism
 from longspan.mechanisms.feature_maps import orthogonal_rows
 from longspan.ops import linear
-from longspan.ops.linear import causal_linear
+from longspan.ops.linear import Sums, causal_linear, causal_linear_out, sum_dtype
 
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of exponentials in slots that are then masked
 
@@ -222,6 +224,33 @@ def test_a_projection_is_two_bfloat16_matrices() -> None:
         assert not both[19:].any()
         assert not both[:, 5:].any()
         assert (flag.item() == 0) == exact
+
+
+@interpreted
+@pytest.mark.usefixtures("bfloat16", "on_kernels")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_projection_in_bfloat16(dtype: torch.dtype) -> None:
+    """`favor` takes it as it is; `chunk`, which computes float16, in float32."""
+    check_projection_in_bfloat16(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_projection_in_bfloat16_by_torch(dtype: torch.dtype) -> None:
+    check_projection_in_bfloat16(dtype)
+
+
+def check_projection_in_bfloat16(dtype: torch.dtype) -> None:
+    leaves = [torch.randn(1, 67, 2, 16).to(dtype).requires_grad_() for _ in range(3)]
+    weight, kv = orthogonal_rows(19, 16, unit=False), torch.ones(1, 2, 19, 16, dtype=sum_dtype(leaves[0]))
+    for sums in (None, Sums(kv, kv[..., 0], kv[..., 0, 0])):
+        expected, found = (with_gradients(leaves, sums, w) for w in (weight, weight.bfloat16()))
+        assert all(map(torch.equal, found, expected))
+
+
+def with_gradients(leaves: list[Tensor], sums: Sums | None, weight: Tensor) -> list[Tensor]:
+    options: dict[str, Any] = {"feature_map": "favor", "weight": weight}
+    out = causal_linear_out(*leaves, **options) if sums is None else causal_linear(*leaves, sums=sums, **options)[0]
+    return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
 
 
 def estimated(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ import torch
 from interpreter import interpreted
 from torch import Tensor
 
+from longspan.mechanisms.decay import DecayAttention
+from longspan.mechanisms.delta import DeltaAttention
 from longspan.mechanisms.linear import LinearAttention
 from longspan.mechanisms.local import LocalAttention
 from longspan.mechanisms.performer import PerformerAttention
@@ -20,6 +22,9 @@ MECHANISMS: dict[str, Callable[[], Mechanism]] = {
     "softmax": lambda: LinearAttention(2, 16, num_kv_heads=1, feature_map="softmax"),
     "performer": lambda: PerformerAttention(2, 16, num_kv_heads=1, num_features=19),
     "local": lambda: LocalAttention(2, 16, num_kv_heads=1, window=3, scale=0.3),
+    "decay": lambda: DecayAttention(2, 16, num_kv_heads=1, gate="fixed"),
+    "channel": lambda: DecayAttention(2, 16, num_kv_heads=1, gate="channel"),
+    "delta": lambda: DeltaAttention(2, 16, num_kv_heads=1),
 }
 
 
@@ -30,8 +35,17 @@ def inputs(T: int = 5, *, strided: bool = False) -> list[Tensor]:
     return [x.detach().requires_grad_() for x in made]
 
 
+def gates_of(mechanism: Mechanism, T: int) -> Tensor | None:
+    number = mechanism.num_gates
+    return torch.linspace(-1, 1, T * number).reshape(1, T, 1, number).bfloat16() if number else None
+
+
+def forward(mechanism: Mechanism, leaves: list[Tensor]) -> Tensor:
+    return mechanism(*leaves, gates=gates_of(mechanism, leaves[0].shape[1]), causal=True)
+
+
 def results(mechanism: Mechanism, leaves: list[Tensor], d_out: Tensor) -> list[Tensor]:
-    out = mechanism(*leaves, causal=True)
+    out = forward(mechanism, leaves)
     return [out, *torch.autograd.grad(out, leaves, d_out)]
 
 
@@ -69,27 +83,30 @@ def test_the_same_results_as_the_custom_operation(
     assert len(planned) == 2
     assert len(set(planned)) == 1
     with torch.no_grad():
-        assert torch.equal(mechanism(*leaves, causal=True), eager[0][0])
+        assert torch.equal(forward(mechanism, leaves), eager[0][0])
 
 
 @interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.usefixtures("bfloat16")
-@pytest.mark.parametrize("name", ["linear", "local"])
+@pytest.mark.parametrize("name", ["linear", "local", "delta"])
 def test_other_signatures_have_other_plans(name: str, planned: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     mechanism = MECHANISMS[name]()
     cases = [inputs(), inputs(7), inputs(7, strided=True)]
-    expected = [mechanism(*leaves, causal=True) for leaves in cases]
+    expected = [forward(mechanism, leaves) for leaves in cases]
     monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
     for leaves, theirs in zip(cases, expected, strict=True):
-        assert torch.equal(mechanism(*leaves, causal=True), theirs)
+        assert torch.equal(forward(mechanism, leaves), theirs)
     assert len(set(planned)) == 3
-    other = LinearAttention(2, 16, num_kv_heads=1, feature_map="relu") if name == "linear" else None
-    other = other or LocalAttention(2, 16, num_kv_heads=1, window=2, scale=0.3)
-    assert not torch.equal(other(*cases[0], causal=True), expected[0])
+    other = {
+        "linear": LinearAttention(2, 16, num_kv_heads=1, feature_map="relu"),
+        "local": LocalAttention(2, 16, num_kv_heads=1, window=2, scale=0.3),
+        "delta": DecayAttention(2, 16, num_kv_heads=1),
+    }[name]
+    assert not torch.equal(forward(other, cases[0]), expected[0])
     # Columns that are not dense have no plan, and still the kernels' result.
     transposed = [x.detach().transpose(2, 3).contiguous().transpose(2, 3) for x in cases[0]]
-    assert torch.equal(mechanism(*transposed, causal=True), expected[0])
+    assert torch.equal(forward(mechanism, transposed), expected[0])
 
 
 @interpreted

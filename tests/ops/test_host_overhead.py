@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton", reason="triton is not installed: pip install 'longspan[triton]'")
 
 import longspan
+from longspan.mechanisms.decay import DecayAttention
 from longspan.mechanisms.linear import LinearAttention
 from longspan.mechanisms.local import LocalAttention
 from longspan.mechanisms.performer import PerformerAttention
@@ -77,12 +78,14 @@ def python_calls(call: Callable[[], object]) -> int:
 # Launches, PyTorch operations, and at most this many Python functions, of the forward and of the backward pass.
 Costs = tuple[int, int, int]
 CASES: dict[str, tuple[Mechanism, bool, Costs, Costs]] = {
-    "linear": (LinearAttention(2, 64), True, (1, 3, 26), (1, 4, 22)),
-    "linear softmax": (LinearAttention(2, 64, feature_map="softmax"), True, (1, 3, 26), (2, 5, 24)),
-    "linear bidirectional": (LinearAttention(2, 64), False, (3, 3, 48), (3, 4, 36)),
-    "performer": (PerformerAttention(2, 64, num_features=256), True, (3, 4, 40), (2, 5, 32)),
-    "local": (LocalAttention(2, 64, window=33), True, (1, 3, 24), (2, 5, 18)),
-    "local bidirectional": (LocalAttention(2, 64, window=33), False, (1, 3, 24), (2, 5, 18)),
+    "linear": (LinearAttention(2, 64), True, (1, 3, 24), (1, 4, 18)),
+    "linear softmax": (LinearAttention(2, 64, feature_map="softmax"), True, (1, 3, 24), (2, 5, 23)),
+    "linear bidirectional": (LinearAttention(2, 64), False, (3, 3, 47), (3, 4, 36)),
+    "performer": (PerformerAttention(2, 64, num_features=256), True, (3, 4, 31), (2, 5, 23)),
+    "performer in bfloat16": (PerformerAttention(2, 64, num_features=256).bfloat16(), True, (3, 4, 31), (2, 5, 23)),
+    "local": (LocalAttention(2, 64, window=33), True, (1, 3, 23), (2, 5, 17)),
+    "local bidirectional": (LocalAttention(2, 64, window=33), False, (1, 3, 23), (2, 5, 17)),
+    "decay": (DecayAttention(2, 64, gate="fixed"), True, (3, 11, 44), (6, 5, 42)),
 }
 
 

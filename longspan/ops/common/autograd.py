@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.torch_private import compiling_dynamic, direct_apply, forward_ad_level, functorch_active
+from longspan.ops.common.torch_private import (
+    any_autocast_enabled,
+    compiling_dynamic,
+    direct_apply,
+    forward_ad_level,
+    functorch_active,
+)
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
 T = TypeVar("T", bound=type)
@@ -118,6 +124,8 @@ _AS_IT_IS = nullcontext()
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Disable autocast, which would round sums over the sequence."""
+    if not any_autocast_enabled():
+        return _AS_IT_IS
     device_type = "cpu" if x.is_meta else x.device.type
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _AS_IT_IS
 
@@ -281,12 +289,12 @@ class EagerPlan(Protocol):
     """What an eager call on a GPU does, for tensors of one signature: nothing is checked or chosen again.
 
     Attributes:
-        forward: Returns the result for the tensors, then what `backward` needs beside it, tensors or None.
-        backward: Returns the gradients of the tensors for that of the result, what `forward` returned, and the tensors.
+        forward: Returns the result for the tensors, and what `backward` needs beside them, tensors or None.
+        backward: Returns the gradients of the tensors for that of the result, what it needs, and the tensors.
     """
 
     @property
-    def forward(self) -> Callable[..., tuple[Any, ...]]: ...
+    def forward(self) -> Callable[..., tuple[Tensor, tuple[Tensor | None, ...]]]: ...
 
     @property
     def backward(self) -> Callable[..., tuple[Tensor | None, ...]]: ...
@@ -295,10 +303,10 @@ class EagerPlan(Protocol):
 class _Planned(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: EagerPlan, *tensors: Tensor | None) -> Any:
-        outputs = plan.forward(*tensors)
+        result, saved = plan.forward(*tensors)
         ctx.plan = plan
-        ctx.save_for_backward(*outputs, *tensors)
-        return outputs[0]
+        ctx.save_for_backward(*saved, *tensors)
+        return result
 
     @staticmethod
     @once_differentiable

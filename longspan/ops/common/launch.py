@@ -138,11 +138,8 @@ class Workspace:
         """
         return (like.new_zeros if zeroed else like.new_empty)(self.size, dtype=torch.float32)
 
-    def pointers(self, allocation: Tensor, compiled: bool) -> list[Any]:
-        """Return the buffers as addresses if all kernels are compiled, else as tensors, which takes longer."""
-        if compiled:
-            first = allocation.data_ptr()
-            return [first + offset for offset in self.offsets]
+    def views(self, allocation: Tensor) -> list[Tensor]:
+        """Return the buffers as tensors."""
         views = zip(self.buffers, self.offsets, strict=True)
         return [allocation[offset // 4 :].view(dtype)[:size] for (size, dtype), offset in views]
 
@@ -186,7 +183,11 @@ class Plan:
         return self._compiled
 
     def pointers(self, workspace: Workspace, allocation: Tensor) -> list[Any]:
-        return workspace.pointers(allocation, self._compiled or self.compiled)
+        """Return the buffers as addresses if all kernels are compiled, else as tensors, which takes longer."""
+        if self._compiled or self.compiled:
+            first = allocation.data_ptr()
+            return [first + offset for offset in workspace.offsets]
+        return workspace.views(allocation)
 
     def addresses(self, *tensors: Tensor | None) -> tuple[Any, ...]:
         """Return the tensors as addresses if all kernels are compiled: Triton looks up every tensor it is given.

@@ -26,6 +26,10 @@ def functorch_active() -> bool:
 forward_ad_level: Callable[[], int] = partial(getattr, torch.autograd.forward_ad, "_current_level", 0)
 
 
+# Returns whether autocast is enabled for some type of device.
+any_autocast_enabled: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
+
 def in_backward() -> bool:
     """True inside a backward pass, where a forward pass is a recomputation (`torch.utils.checkpoint`)."""
     return torch._C._current_graph_task_id() != -1

@@ -14,18 +14,25 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, bfloat16, float32
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode, without_autocast
+from longspan.ops.common.autograd import (
+    DifferentiableOp,
+    differentiable_op,
+    refuse_forward_mode,
+    run_planned,
+    without_autocast,
+)
+from longspan.ops.common.plans import cached, signature
 from longspan.ops.common.torch_private import is_exporting
 from longspan.ops.gated import torch as torch_chunk
 from longspan.ops.gated.torch import LOG_UNDERFLOW
 from longspan.ops.gated.triton import ALGORITHMS, decay_chunk
 
-__all__ = ["LOG_UNDERFLOW", "gated_linear", "why_not_triton"]
+__all__ = ["LOG_UNDERFLOW", "gated_linear", "gated_linear_out", "why_not_triton"]
 
 
 class GatedInputs(NamedTuple):
@@ -96,10 +103,49 @@ def gated_linear(
     return (_GatedLinear.forward if plain else _GatedLinear.traced)(*refuse_forward_mode(*x), *problem)[:2]
 
 
+def gated_linear_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    delta: bool = False,
+    scale: float = 1.0,
+) -> Tensor:
+    """`gated_linear` without a state before or after it, which takes less time on the host."""
+    if dispatch.recording is None and dispatch.eager_untraced(q):
+        x = GatedInputs(q, k, v, log_decay, beta, None)
+        plan = cached((_Stateless, q.get_device(), signature(*x), delta, scale), _eager_plan, x, delta, scale)
+        if plan:
+            return run_planned(plan, *x)
+    return gated_linear(q, k, v, log_decay=log_decay, beta=beta, delta=delta, scale=scale)[0]
+
+
+class _Stateless:
+    """Eager calls without a state of tensors of one signature, see `EagerPlan`."""
+
+    def __init__(self, problem: GatedProblem) -> None:
+        self.problem, self.kernels = problem, _kernels(problem.algorithm)
+
+    def forward(self, *x: Any) -> tuple[Tensor, tuple[Tensor]]:
+        out, _, starts = self.kernels.forward(GatedInputs(*x), self.problem, zeroed=False)
+        return out, (starts,)
+
+    def backward(self, d_out: Tensor, starts: Tensor, *x: Any) -> tuple[Tensor | None, ...]:
+        saved = GatedSaved(d_out, None, starts)
+        grads: tuple[Tensor | None, ...] = self.kernels.backward(saved, GatedInputs(*x), self.problem)
+        return grads
+
+
+def _eager_plan(x: GatedInputs, delta: bool, scale: float) -> _Stateless | Literal[False]:
+    """Return the plan of a call without a state; False if there is none."""
+    algorithm = choose_algorithm(x, delta)
+    return False if algorithm == "torch" else _Stateless(GatedProblem(delta, scale, algorithm))
+
+
 def choose_algorithm(x: GatedInputs, delta: bool) -> str:
     """Return the algorithm that computes `longspan::gated_linear`: "torch" or a module of `triton`."""
-    if not x.q.is_cuda and dispatch.recording is None:
-        return "torch"
     why = why_not_triton(x, delta)
     algorithm = "torch" if why is not None else triton_algorithm(x, delta)
     if dispatch.recording is not None:
@@ -218,7 +264,8 @@ class _GatedLinear(DifferentiableOp):
         run = torch_chunk.backward if problem.algorithm == "torch" else _kernels(problem.algorithm).backward
         with without_autocast(x.q):
             grads = zip(run(saved, x, problem), x, strict=True)
-        return tuple(saved.starts.new_empty(0) if y is None else grad for grad, y in grads)
+        # torch.library takes no None.
+        return tuple([saved.starts.new_empty(0) if y is None and traced else grad for grad, y in grads])
 
     @staticmethod
     def backward_fake(*args: Any) -> tuple[Tensor, ...]:

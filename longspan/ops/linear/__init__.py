@@ -165,7 +165,7 @@ def causal_linear(
         k: Keys (B, T, Hkv, D).
         v: Values (B, T, Hkv, E).
         feature_map: A key of `feature_maps.MAPS`.
-        weight: Projection (M, D) of the map "favor".
+        weight: Projection (M, D) of the map "favor", of any dtype.
         log_scale: (B, T, Hkv) log scales of keys that are features already (map "identity").
         lengths: (B,) number of tokens in each row; the rest is padding.
         sums: The state before the first token.
@@ -233,9 +233,9 @@ class _Stateless:
         self.read = self.kernels.forward_plan(x, problem)
         self.differentiate: dict[Any, Any] = {}  # by layout: hooks may change that of saved tensors
 
-    def forward(self, q: Any, k: Any, v: Any, weight: Any, lengths: Any) -> tuple[Any, ...]:
+    def forward(self, q: Any, k: Any, v: Any, weight: Any, lengths: Any) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         out, _, _, den, starts = self.read(LinearInputs(q, k, v, weight, None, lengths, None, None))
-        return out, den, starts
+        return out, (out, den, starts)
 
     def backward(self, d_out: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
         out, den, starts, q, k, v, weight, lengths = saved
@@ -649,7 +649,10 @@ def _saved_size(x: Any, problem: Any) -> int:
 
 
 def _linear_problem(args: tuple[Any, ...]) -> tuple[LinearInputs, LinearProblem]:
-    """Return inputs and options of `longspan::causal_linear`; for `torch` with zeros for a state that was not given."""
+    """Return inputs and options of `longspan::causal_linear`; for `torch` with zeros for a state that was not given.
+
+    The weight gets the dtype of the sums, but for "favor", whose kernels divide one of any dtype into two of bfloat16.
+    """
     count = len(LinearInputs._fields)
     x, problem = LinearInputs(*args[:count]), LinearProblem(*args[count:])
     if x.kv is None and problem.algorithm == "torch":
@@ -657,6 +660,8 @@ def _linear_problem(args: tuple[Any, ...]) -> tuple[LinearInputs, LinearProblem]
         like = x.k.new_empty(0, dtype=sum_dtype(x.k))
         before = no_sums(x.q.shape[0], x.k.shape[2], M, x.v.shape[3] + int(problem.normalize), like)
         x = x._replace(kv=before.kv, shift=before.shift)
+    if x.weight is not None and problem.algorithm != "favor":
+        x = x._replace(weight=x.weight.to(sum_dtype(x.k) if x.kv is None else x.kv.dtype))
     return x, problem
 
 

@@ -131,9 +131,9 @@ class _Plain:
         self.attend = self.plans.of((q, k, v, *NO_OPTIONS), *self.options).attend
         self.differentiate: dict[Any, Any] = {}  # by layout: hooks may change that of saved tensors
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = self.attend(q, k, v, *NO_OPTIONS)
-        return found
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        out, lse = self.attend(q, k, v, *NO_OPTIONS)
+        return out, (out, lse)
 
     def backward(self, d_out: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
         out, lse, q, k, v = saved

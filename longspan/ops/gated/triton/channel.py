@@ -901,10 +901,12 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = True) -> tu
     marks, factors, pair, inverse = plan.pointers(plan.saved, saved)
     u, q_in, w, k_out = plan.pointers(plan.workspace, work)
     marks = marks if plan.bf16 else None
+    inputs = _, _, p_v, _, p_beta = plan.addresses(q, k, v, decay, beta)
+    p_state, p_out, p_after = plan.addresses(state, out, after)
     with on_device(q):
         for rows in plan.rows:
-            rows(q, k, v, decay, beta, q_in, w, k_out, u, factors, pair, inverse, marks)
-        plan.read(v, beta, q_in, w, k_out, factors, pair, state, u, out, after)
+            rows(*inputs, q_in, w, k_out, u, factors, pair, inverse, marks)
+        plan.read(p_v, p_beta, q_in, w, k_out, factors, pair, p_state, u, p_out, p_after)
     return out, after, saved
 
 
@@ -924,15 +926,18 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
     states, u, d_states, d_pair, d_l, by_value, by_channel, *rows = plan.pointers(plan.workspace, work)
     marks = marks if plan.bf16 else None
     # What the last kernel does not read is stored where it will write gradients.
-    q_in, w, k_out = rows or (d_q, d_k.view(q.dtype), d_decay.view(q.dtype))
+    q_in, w, k_out = rows or plan.addresses(d_q, d_k.view(q.dtype), d_decay.view(q.dtype))
+    inputs = _, _, p_v, _, p_beta = plan.addresses(q, k, v, decay, beta)
+    p_state, p_d, p_d_after, p_z, p_d_state = plan.addresses(state, d_out, d_after, z, d_state)
+    results = plan.addresses(d_q, d_k, d_decay)
     with on_device(q):
         for launch in plan.rows:
-            launch(q, k, v, decay, beta, q_in, w, k_out, u, factors, pair, inverse, marks)
-        plan.states(v, beta, d_out, q_in, w, k_out, factors, pair, state, d_after, states, u, d_states, z, d_state)
-        plan.pair_gradients(v, beta, d_out, k_out, d_states, u, z, pair, inverse, d_pair, d_l, by_value)
-        inputs = q, k, v, decay, beta, d_out, states, d_states, u, z, d_pair, d_l, marks
+            launch(*inputs, q_in, w, k_out, u, factors, pair, inverse, marks)
+        given = p_v, p_beta, p_d, q_in, w, k_out, factors, pair, p_state, p_d_after
+        plan.states(*given, states, u, d_states, p_z, p_d_state)
+        plan.pair_gradients(p_v, p_beta, p_d, k_out, d_states, u, p_z, pair, inverse, d_pair, d_l, by_value)
         for read in plan.read:
-            read(*inputs, d_q, d_k, d_decay, by_channel)
+            read(*inputs, p_d, states, d_states, u, p_z, d_pair, d_l, marks, *results, by_channel)
     d_beta = None if beta is None else plan.sum_beta(work)
     if group > 1:
         d_k, d_decay = (z.unflatten(2, (-1, group)).sum(3) for z in (d_k, d_decay))
@@ -1081,7 +1086,7 @@ class _ChannelBackward(_ChannelPlan):
 
     def sum_beta(self, work: Tensor) -> Tensor:
         """dβ (B, T, Hkv) from the part of the values and those of the tiles of channels."""
-        by_value, by_channel = self.workspace.pointers(work, False)[5:7]
+        by_value, by_channel = self.workspace.views(work)[5:7]
         total = by_value.view(self.B, self.T, -1)
         if self.sizes.DELTA:
             total = total + by_channel.view(self.tiles, self.B, self.T, -1, self.group).sum((0, 4))

@@ -469,11 +469,13 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = True) -> tu
     work = plan.workspace.allocate(q)
     (states,) = plan.pointers(plan.saved, saved)
     gates, totals, pieces = plan.pointers(plan.workspace, work)
+    p_q, p_k, p_v, log_decay, beta = plan.addresses(q, k, v, x.log_decay, x.beta)
+    p_state, p_out, p_last = plan.addresses(state, out, last)
     with on_device(q):
-        plan.gates(x.log_decay, x.beta, gates)
-        plan.sums(None, k, v, None, gates, pieces, totals, None, None, None, None, None)
-        plan.scan(pieces, totals, state, states)
-        plan.out(q, k, v, None, gates, states, None, out, None, None, None, last)
+        plan.gates(log_decay, beta, gates)
+        plan.sums(None, p_k, p_v, None, gates, pieces, totals, None, None, None, None, None)
+        plan.scan(pieces, totals, p_state, states)
+        plan.out(p_q, p_k, p_v, None, gates, states, None, p_out, None, None, None, p_last)
     return out, last, saved
 
 
@@ -488,14 +490,16 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
     (states,) = plan.pointers(plan.saved, saved.starts)
     gates, totals, pieces, d_states, *rest = plan.pointers(plan.workspace, work)
     queries, keys, values, pairs, checks, d_checks = rest
+    p_q, p_k, p_v, p_d, log_decay, beta, p_d_state = plan.addresses(q, k, v, d, x.log_decay, x.beta, d_state)
+    p_d_q, p_d_k, p_d_v, p_d_decay, p_d_beta, p_start = plan.addresses(d_q, d_k, d_v, d_decay, d_beta, d_start)
     with on_device(q):
-        plan.gates(x.log_decay, x.beta, gates)
-        plan.sums(None, q, d, None, gates, pieces, totals, None, None, None, None, None)
-        plan.scan(pieces, totals, d_state, d_states)
-        plan.queries(d, v, k, q, gates, states, None, d_q, queries, checks, pairs, None)
-        plan.keys(v, d, q, k, gates, d_states, None, d_k, keys, d_checks, pairs, d_start)
-        plan.values(k, q, d, v, gates, d_states, None, d_v, values, None, None, None)
-        plan.gate_gradients(queries, keys, values, checks, d_checks, d_decay, d_beta)
+        plan.gates(log_decay, beta, gates)
+        plan.sums(None, p_q, p_d, None, gates, pieces, totals, None, None, None, None, None)
+        plan.scan(pieces, totals, p_d_state, d_states)
+        plan.queries(p_d, p_v, p_k, p_q, gates, states, None, p_d_q, queries, checks, pairs, None)
+        plan.keys(p_v, p_d, p_q, p_k, gates, d_states, None, p_d_k, keys, d_checks, pairs, p_start)
+        plan.values(p_k, p_q, p_d, p_v, gates, d_states, None, p_d_v, values, None, None, None)
+        plan.gate_gradients(queries, keys, values, checks, d_checks, p_d_decay, p_d_beta)
     return d_q, d_k, d_v, d_decay, d_beta, d_start
 
 

@@ -1035,14 +1035,16 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = False) -> t
     inverse, sums, norms, strong, maps, totals = plan.pointers(plan.saved, saved)
     norms = norms if plan.segments > 1 else None
     (pairs,) = plan.pointers(plan.workspace, work)
+    p_q, p_k, p_v, p_decay, p_beta, p_state = plan.addresses(q, k, v, decay, beta, state)
+    p_out, p_after = plan.addresses(out, after)
     with on_device(q):
-        plan.inverse(q, k, decay, beta, inverse, sums, norms, strong, pairs)
+        plan.inverse(p_q, p_k, p_decay, p_beta, inverse, sums, norms, strong, pairs)
         if plan.bf16:
-            plan.exact_inverse(q, k, beta, inverse, sums, strong, pairs)
+            plan.exact_inverse(p_q, p_k, p_beta, inverse, sums, strong, pairs)
         if plan.segments > 1:
-            plan.maps(k, v, inverse, sums, norms, strong, state, maps, totals)
+            plan.maps(p_k, p_v, inverse, sums, norms, strong, p_state, maps, totals)
             plan.scan(norms, maps, totals)
-        plan.read(q, k, v, inverse, sums, strong, pairs, state, totals, out, after)
+        plan.read(p_q, p_k, p_v, inverse, sums, strong, pairs, p_state, totals, p_out, p_after)
     return out, after, saved
 
 
@@ -1062,17 +1064,20 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
     work = plan.workspace.allocate(q)
     inverse, sums, norms, strong, maps, totals = plan.pointers(plan.saved, saved.starts)
     states, d_states, d_totals, u = plan.pointers(plan.workspace, work)
-    u = d_k if plan.shared else u
-    written = d_totals, states, d_states, u, d_v, d_state
-    inputs = q, k, v, inverse, sums, norms, strong, state, totals, d_out, d_after, *written
+    p_q, p_k, p_v, p_beta, p_state, p_d, p_d_after = plan.addresses(q, k, v, beta, state, d_out, d_after)
+    p_d_q, p_d_k, p_d_v, p_d_decay, p_d_beta, p_d_state = plan.addresses(d_q, d_k, d_v, d_decay, d_beta, d_state)
+    u = p_d_k if plan.shared else u
+    written = d_totals, states, d_states, u, p_d_v, p_d_state
+    inputs = p_q, p_k, p_v, inverse, sums, norms, strong, p_state, totals, p_d, p_d_after, *written
     with on_device(q):
         if plan.segments > 1:
             plan.totals(*inputs)
             plan.scan(norms, maps, d_totals)
         plan.states(*inputs)
-        plan.read(q, k, beta, sums, strong, d_out, states, d_states, u, d_q, d_k, d_v, d_decay, d_beta)
+        given = p_q, p_k, p_beta, sums, strong, p_d, states, d_states, u
+        plan.read(*given, p_d_q, p_d_k, p_d_v, p_d_decay, p_d_beta)
         if plan.bf16 and d_decay is not None:
-            plan.decay(q, k, v, inverse, sums, strong, d_out, states, d_states, d_decay)
+            plan.decay(p_q, p_k, p_v, inverse, sums, strong, p_d, states, d_states, p_d_decay)
     if d_decay is not None:
         d_decay = d_decay[..., None]
     if plan.group > 1:
