@@ -94,7 +94,7 @@ class State:
             ValueError: If `index` is something else, or there is no such row.
         """
         where = _as_index(index, self.length)
-        return self._map(lambda x: x[where])
+        return self._map(lambda x: x[where], nested=lambda part: part.select(where))
 
     def put(self: S, index: Index, rows: S) -> S:
         """Return a state with the rows at `index` replaced by `rows`: a new request in a running batch.
@@ -112,7 +112,7 @@ class State:
             raise ValueError(f"index names {len(where)} rows, but rows has {len(rows.length)}: they must be as many")
         if (self.start is None) != (rows.start is None):
             self, rows = self._with_start(), rows._with_start()
-        return self._map(lambda x, y: _put_rows(x, where, y), rows)
+        return self._map(lambda x, y: _put_rows(x, where, y), rows, nested=lambda part, other: part.put(where, other))
 
     def merge(self: S, later: S) -> S:
         """Return the state after this one's tokens followed by those of `later`. Merging is associative.
@@ -185,15 +185,17 @@ class State:
         if type(other) is not type(self):
             raise ValueError(f"{role} a {type(self).__name__} like this state, got {_describe(other)}")
 
-    def _map(self: S, function: Callable[..., Tensor], *others: S) -> S:
+    def _map(self: S, function: Callable[..., Tensor], *others: S, nested: Callable[..., State] | None = None) -> S:
+        """Apply a function to the tensors of this state and others; to nested states, `nested` or the same function."""
         changed: dict[str, Any] = {}
         for item in fields(self):
             value, rest = getattr(self, item.name), [getattr(other, item.name) for other in others]
             if isinstance(value, Tensor):
                 changed[item.name] = function(value, *rest)
             elif isinstance(value, tuple):
+                parts = zip(value, *rest, strict=True)
                 changed[item.name] = tuple(
-                    part._map(function, *parts) for part, *parts in zip(value, *rest, strict=True)
+                    part._map(function, *more) if nested is None else nested(part, *more) for part, *more in parts
                 )
             elif any(value != other for other in rest):
                 raise ValueError(f"these states differ in {item.name}: {value} and {rest[0]}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.ops.decode import CosSin, CurrentToken, DecodeFunction, RotaryKind
-from longspan.protocol import Index, Mechanism, Rotation, State
+from longspan.protocol import Mechanism, Rotation, State
 
 
 @dataclass
@@ -18,13 +18,6 @@ class SplitState(State):
     """The states of the parts, in order."""
 
     parts: tuple[State, ...]
-
-    def put(self, index: Index, rows: State) -> SplitState:
-        """Replace rows as `State.put` does, each part in its own way: one that stores every token may have to grow."""
-        self._check_same_type(rows, "rows must be")
-        assert isinstance(rows, SplitState)
-        parts = tuple(part.put(index, other) for part, other in zip(self.parts, rows.parts, strict=True))
-        return replace(State.put(replace(self, parts=()), index, replace(rows, parts=())), parts=parts)
 
     def _merge(self, later: SplitState) -> SplitState:
         parts = zip(self.parts, later.parts, strict=True)

@@ -100,18 +100,6 @@ class StackState(State):
     branches: tuple[BranchState, ...] = ()
     recent: Tensor | None = None  # (B, s, 1) int64
 
-    def select(self, index: Index) -> StackState:
-        """Return the rows at `index`, as copies."""
-        own = State.select(replace(self, branches=()), index)
-        return replace(own, branches=tuple(branch.select(index) for branch in self.branches))
-
-    def put(self, index: Index, rows: StackState) -> StackState:
-        """Return a state with the rows at `index` replaced by `rows`."""
-        self._check_same_type(rows, "rows must be")
-        own = State.put(replace(self, branches=()), index, replace(rows, branches=()))
-        pairs = zip(self.branches, rows.branches, strict=True)
-        return replace(own, branches=tuple(branch.put(index, other) for branch, other in pairs))
-
     def _merge(self, later: StackState) -> StackState:
         pairs = zip(self.branches, later.branches, strict=True)
         merged = replace(self, branches=tuple(branch.merge(other) for branch, other in pairs))
