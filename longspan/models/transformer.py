@@ -379,6 +379,14 @@ class LanguageModel(nn.Module):
 
         return step
 
+    def check_length(self, length: int) -> None:
+        """Raise ValueError if a table of positions or of a projection does not cover sequences of `length` tokens."""
+        if self.positions is not None:
+            self.positions.check(length)
+        for branch in self.transformer.stack.branches:
+            if isinstance(branch, ResidualBranch) and isinstance(branch.layer, Attention) and not branch.layer.cross:
+                branch.layer.mechanism.check_length(-(-length // branch.stride))
+
     def state_size(self) -> int:
         """Return the bytes of one sequence's state; for `softmax`, which stores every token, of an empty one."""
         context = None
