@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from longspan.layout import Packing, PaddedSpan, SequenceShard, TokenLayout
 from longspan.models.builder import build_stack
-from longspan.models.config import ModelConfig
+from longspan.models.config import OF_TOKENS, ModelConfig
 from longspan.models.layers import NORMS, Attention, latest_tokens
 from longspan.models.ngrams import NgramEmbedding
 from longspan.models.positions import (
@@ -36,6 +36,12 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        for name, default in OF_TOKENS.items():
+            if config.vocab_size is None and (value := getattr(config, name)) != default:
+                raise ValueError(
+                    f"{name}={value!r} is for embeddings of tokens, and a model without vocab_size reads vectors: "
+                    "leave it out"
+                )
         self.config = config
         self.stack = build_stack(config)
         last = config.norm if config.final_norm is True else config.final_norm
