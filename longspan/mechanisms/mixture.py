@@ -170,7 +170,7 @@ class MixtureAttention(Mechanism):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
         parts = [self._attend_window(q, k, v, key_mask, causal=False)]
-        if q.shape[1] > self.window:
+        if self._uses_memory(q):
             parts.append(self._attend_memory(q, Tokens(k, v, gates, key_mask)))
             flipped = Tokens(*(None if x is None else x.flip(1) for x in (k, v, gates, key_mask)))  # type: ignore[arg-type]
             parts.append(tuple(x.flip(1) for x in self._attend_memory(q.flip(1), flipped)))  # type: ignore[arg-type]
@@ -180,11 +180,11 @@ class MixtureAttention(Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> Tensor:
         window = self._attend_window(q, k, v, None, causal=True)
-        if q.shape[1] <= self.window:
+        if not self._uses_memory(q):
             return window[0].to(q.dtype)
         visible = None if lengths is None else lengths_to_mask(lengths, q.shape[1])
         tokens = Tokens(k, v, gates, visible)
-        found = self._read_features(q, tokens, None, self.window)
+        found = None if q.shape[1] <= self.window else self._read_features(q, tokens, None, self.window)
         if found is not None:
             return self._join_features(q, window, found[:2])
         return _join([window, self._attend_memory(q, tokens)]).to(q.dtype)
@@ -337,10 +337,17 @@ class MixtureAttention(Mechanism):
         window = Window(0, self.window - 1, 0 if causal else self.window - 1, causal, False)
         return window_attention_with_lse(q, k, v, window, key_mask=visible, scale=self._scale)
 
+    def _uses_memory(self, q: Tensor) -> bool:
+        """Whether tokens leave the window, or gradients of the memory's parameters are wanted, which are then zero.
+
+        Without gradients, processes that train on sequences of other lengths would wait for them.
+        """
+        return q.shape[1] > self.window or (torch.is_grad_enabled() and self.mix_weight.requires_grad)
+
     def _attend_memory(self, q: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return what each query (B, T > W, H, D) reads of the tokens before its window, and its score."""
-        T, W = q.shape[1], self.window
-        found = self._read_features(q, tokens, None, W)
+        """Return what each query (B, T, H, D) reads of the tokens before its window, and its score."""
+        T, W = q.shape[1], min(q.shape[1], self.window)
+        found = None if T == W else self._read_features(q, tokens, None, W)
         if found is not None:
             return self._scored(q, *found[:2])
         memory = self.memory.new_state(len(q), device=q.device, dtype=q.dtype)

@@ -33,12 +33,14 @@ class SoftmaxState(State):
 
     def reserve(self, number: int | None) -> SoftmaxState:
         """Return a state that can hold `number` more tokens; see `State.reserve`."""
-        if self.max_length is None or not len(self.length):
+        if not len(self.length):
             return self
-        longest = int(self.length.max())
         if number is None:
+            longest = int(self.length.max())
             return replace(self, k=self.k[:, :, :longest], v=self.v[:, :, :longest], max_length=None)
-        more = max(longest + number - self.max_length, 0)
+        if self.max_length is None:
+            return self
+        more = max(int(self.length.max()) + number - self.max_length, 0)
         return _grow(replace(self, max_length=self.max_length + more), self.k.shape[2] + more)
 
     def _merge(self, later: SoftmaxState) -> SoftmaxState:

@@ -278,8 +278,9 @@ class ModelConfig:
             raise ValueError(f"logit_softcap must be above 0, or None for no limit, got {self.logit_softcap}")
         if self.attention.value_embedding and self.legacy.axial_stride is not None:
             raise ValueError("value_embedding cannot be combined with axial_stride: leave one of them out")
-        if self.cross is not None and self.cross.value_embedding:
-            raise ValueError("value_embedding is for self-attention: set it in attention, not in cross")
+        for name, other in (("cross", self.cross), ("legacy.axial", self.legacy.axial)):
+            if other is not None and other.value_embedding:
+                raise ValueError(f"value_embedding is for self-attention: set it in attention, not in {name}")
         if self.input_dim is not None and self.vocab_size is not None:
             raise ValueError("a model reads tokens or vectors: set vocab_size or input_dim, not both")
         self._check_legacy()
@@ -330,6 +331,9 @@ class ModelConfig:
         given["legacy"] = _with_groups(LegacyConfig, given["legacy"], "legacy.")
         return _with_groups(cls, given, "")
 
+
+# Fields of the embeddings of tokens, with their values in a model that reads vectors.
+OF_TOKENS: dict[str, Any] = {"positions": "none", "ngrams": (), "embed_dim": None, "embed_dropout": 0.0}
 
 _GROUPS: dict[str, type] = {
     "attention": AttentionConfig,

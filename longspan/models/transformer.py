@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from longspan.layout import Packing, PaddedSpan, SequenceShard, TokenLayout, check_key_mask
 from longspan.models.builder import build_stack
-from longspan.models.config import ModelConfig
-from longspan.models.layers import NORMS, latest_tokens
+from longspan.models.config import OF_TOKENS, ModelConfig
+from longspan.models.layers import NORMS, Attention, latest_tokens
 from longspan.models.ngrams import NgramEmbedding
 from longspan.models.positions import (
     AbsolutePositions,
@@ -21,7 +21,7 @@ from longspan.models.positions import (
     LearnedPositions,
     SinusoidalPositions,
 )
-from longspan.models.residual import StackState
+from longspan.models.residual import ResidualBranch, StackState
 from longspan.ops.common.torch_private import is_exporting
 from longspan.ops.decode import CurrentToken, fused_linear, module_function
 from longspan.ops.loss import IGNORE_INDEX, cap_logits, cross_entropy
@@ -36,6 +36,12 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        for name, default in OF_TOKENS.items():
+            if config.vocab_size is None and (value := getattr(config, name)) != default:
+                raise ValueError(
+                    f"{name}={value!r} is for embeddings of tokens, and a model without vocab_size reads vectors: "
+                    "leave it out"
+                )
         self.config = config
         self.stack = build_stack(config)
         last = config.norm if config.final_norm is True else config.final_norm
@@ -379,6 +385,14 @@ class LanguageModel(nn.Module):
             return cap_logits(F.linear(x, embedding.weight) if to_logits is None else to_logits(x), softcap)
 
         return step
+
+    def check_length(self, length: int) -> None:
+        """Raise ValueError if a table of positions or of a projection does not cover sequences of `length` tokens."""
+        if self.positions is not None:
+            self.positions.check(length)
+        for branch in self.transformer.stack.branches:
+            if isinstance(branch, ResidualBranch) and isinstance(branch.layer, Attention) and not branch.layer.cross:
+                branch.layer.mechanism.check_length(-(-length // branch.stride))
 
     def state_size(self) -> int:
         """Return the bytes of one sequence's state; for `softmax`, which stores every token, of an empty one."""

@@ -432,12 +432,8 @@ class Engine:
 
     def _holds(self, length: int) -> bool:
         """Return whether the model can read `length` tokens."""
-        stack = self.model.transformer.stack
         try:
-            if self.model.positions is not None:
-                self.model.positions.check(length)
-            for i, layer in stack.attention_layers():
-                layer.mechanism.check_length(-(-length // stack._branches()[i].stride))
+            self.model.check_length(length)
         except ValueError:
             return False
         return True

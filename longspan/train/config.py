@@ -13,7 +13,7 @@ from typing import Any, Literal
 from tyro.conf import UseAppendAction
 
 from longspan.models.checkpoint import find_checkpoint
-from longspan.models.config import AttentionConfig, ModelConfig, check_fields
+from longspan.models.config import OF_TOKENS, AttentionConfig, ModelConfig, check_fields
 from longspan.train.data.tasks import PER_TOKEN, TASKS
 from longspan.train.initial import Initial
 from longspan.train.presets import PRESETS, Values, named_mechanism
@@ -271,8 +271,8 @@ class Settings:
                     raise ValueError(f"--objective {objective} needs a model with {name}={value}")
             elif values[name] < value:
                 raise ValueError(f"--model.{name} is {values[name]}, and the data needs {value} at least")
-        if channels is not None and "ngrams" not in self.chosen:
-            values["ngrams"] = ()  # Vectors have none.
+        if channels is not None:
+            values |= {name: default for name, default in OF_TOKENS.items() if name not in self.chosen}
         if values.get("positions") in ("learned", "axial") and "max_length" not in self.chosen:
             values["max_length"] = self.train.context
         return ModelConfig.from_dict(values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ def start_from(model: LanguageModel | Classifier, initial: Initial) -> TakenOver
     """Copy the weights of a checkpoint into a new model, where names and shapes agree.
 
     The body of a classifier takes the weights of a language model, and the other way. Of embeddings and positions with
-    another number of rows, the rows that both have are copied.
+    another number of rows, the rows that both have are copied. Tables of n-grams are those of the same length.
 
     Args:
         model: The new model.
@@ -115,6 +115,8 @@ def start_from(model: LanguageModel | Classifier, initial: Initial) -> TakenOver
         ValueError: No tensor fits.
     """
     found = _with_names_of(model, initial.tensors())
+    before, now = initial.model_config()["ngrams"], model.config.ngrams
+    found = {_table_name(name, before, now): tensor for name, tensor in found.items()}
     own, taken, partly = model.state_dict(), [], {}
     with torch.no_grad():
         for name, tensor in own.items():
@@ -146,3 +148,12 @@ def _with_names_of(model: LanguageModel | Classifier, found: Mapping[str, Tensor
     if isinstance(model, LanguageModel):
         return {name.removeprefix("body."): x for name, x in found.items()}
     return dict(found)
+
+
+def _table_name(name: str, before: Sequence[int], now: Sequence[int]) -> str:
+    """Return the name of a tensor, of a table of n-grams where a model with the lengths `now` has that length."""
+    match = re.fullmatch(r"(.*ngrams\.tables\.)(\d+)(\.weight)", name)
+    if match is None:
+        return name
+    length = before[int(match[2])]
+    return f"{match[1]}{now.index(length) if length in now else f'{length}-grams'}{match[3]}"

@@ -21,7 +21,7 @@ from longspan.distributed.rendezvous import init_process_group
 from longspan.mechanisms.performer import random_feature_mechanisms
 from longspan.models.config import ModelConfig
 from longspan.models.ngrams import NgramEmbedding
-from longspan.models.transformer import Classifier
+from longspan.models.transformer import Classifier, LanguageModel
 from longspan.train.config import Settings, TrainConfig, described, differences
 from longspan.train.data.batches import (
     Batches,
@@ -442,6 +442,18 @@ def check_model(train: TrainConfig, config: ModelConfig) -> None:
         )
     if config.max_length is not None and config.positions == "learned" and config.max_length < train.context:
         raise ValueError(f"--model.max_length ({config.max_length}) is below --context ({train.context})")
+
+
+def check_documents(model: LanguageModel, store: TokenStore) -> None:
+    """Raise ValueError if a document is longer than the positions of a model to which --carry-state gives it."""
+    longest = store.train.longest - 1  # The last token is a target only.
+    try:
+        model.check_length(longest)
+    except ValueError as error:
+        raise ValueError(
+            f"--carry-state continues the positions of a document in each of its sequences, and the longest document "
+            f"has {longest + 1} tokens: {error}"
+        ) from None
 
 
 def run_metadata(

@@ -175,6 +175,9 @@ class Trainer:
                 self.logger.info(str(found))
         if config.lora_rank is not None:
             self._add_lora(model)
+        if config.carry_state:
+            assert isinstance(model, LanguageModel)
+            setup.check_documents(model, self.store)
         setup.freeze(model, config.freeze)
         if config.precision == "fp8":
             number = convert_to_float8_training(model)
@@ -387,7 +390,8 @@ class Trainer:
                 state = self._new_state(len(batch.new_document))
             elif batch.new_document.any():
                 sequences = batch.new_document.nonzero()[:, 0]
-                state = state.put(sequences, self._new_state(len(sequences)))
+                # Buffers of every token then have the length of the longest document, not of all before.
+                state = state.put(sequences, self._new_state(len(sequences))).reserve(None)
         loss, state = self.wrapped(batch.tokens, batch.targets, batch.offsets, batch.key_mask, state)
         self._states[micro] = None if state is None else state.detach()
         return loss
@@ -516,8 +520,14 @@ class Trainer:
             segments = self.store.held_out if len(self.store.held_out) else self.store.train
             start = int(segments.start[0])
             prompt = self.store.tokens[start : start + min(64, int(segments.length[0]))].tolist()
+        number = self.config.sample_tokens
+        try:
+            model.check_length(len(prompt) + number)
+        except ValueError:  # Positions end, though not before the context does.
+            prompt = prompt[-max(1, self.config.context // 2) :]
+            number = min(number, self.config.context - len(prompt))
         sampling = Sampling(temperature=0.8, top_p=0.95)
-        generated = generate(model, prompt, self.config.sample_tokens, sampling=sampling, seed=self.config.seed)
+        generated = generate(model, prompt, number, sampling=sampling, seed=self.config.seed)
         return {"prompt": self._codec.decode(prompt), "text": self._codec.decode(generated.tokens[0])}
 
     def _save_if_changed(self) -> None:

@@ -92,6 +92,24 @@ def test_the_mechanisms(
         assert float((own - exact).norm()) <= 0.015 * float(exact.norm())
 
 
+@interpreted
+@pytest.mark.usefixtures("bfloat16", "on_kernels")
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("memory", ["hedgehog", "decay", "delta"])
+def test_sequences_within_the_window_of_a_mixture(memory: str, causal: bool) -> None:
+    """Parameters of the memory, which is empty, have gradients of zero."""
+    options = {"mechanism": "linear", "feature_map": memory} if memory == "hedgehog" else {"mechanism": memory}
+    mechanism = MixtureAttention(4, 16, num_kv_heads=2, window=6, memory=options, sink=True).bfloat16()
+    for T in (5, 6):
+        q, k, v = (torch.randn(2, T, heads, 16).bfloat16() for heads in (4, 2, 2))
+        gates = torch.randn(2, T, 2, mechanism.num_gates).bfloat16() if mechanism.num_gates else None
+        out = mechanism(q, k, v, gates=gates, causal=causal)
+        with torch.no_grad():
+            assert torch.equal(mechanism(q, k, v, gates=gates, causal=causal), out)
+        grads = torch.autograd.grad(out.sum(), list(mechanism.parameters()))
+        assert not any(grad.any() for grad in grads)
+
+
 @pytest.mark.usefixtures("on_kernels")
 def test_what_the_kernels_do_not_take() -> None:
     q = torch.zeros(1, 9, 2, 8, dtype=torch.bfloat16)

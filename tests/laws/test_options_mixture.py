@@ -106,6 +106,20 @@ def test_scores_of_the_memory_are_learned() -> None:
         assert parameter.grad.abs().max() > 0, name
 
 
+@pytest.mark.parametrize("memory", ["linear", "decay", "delta"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_sequence_within_the_window_gives_gradients_of_zero(memory: str, causal: bool) -> None:
+    """DistributedDataParallel waits for the gradients of all parameters, FSDP for those that other ranks have."""
+    mixture = build_mechanism("mixture", H, D, value_dim=E, window=T, memory=memory, sink=True)
+    q, k, v = (x.float() for x in inputs())
+    gates = torch.randn(*k.shape[:3], mixture.num_gates) if mixture.num_gates else None
+    out = mixture(q, k, v, gates=gates, causal=causal)
+    with torch.no_grad():
+        assert torch.equal(mixture(q, k, v, gates=gates, causal=causal), out)
+    grads = torch.autograd.grad(out.sum(), list(mixture.parameters()))
+    assert not any(grad.any() for grad in grads)
+
+
 def test_a_state_does_not_grow() -> None:
     mixture = build("mixture", window=5, memory="delta")
     state = mixture.new_state(B, dtype=torch.float64)

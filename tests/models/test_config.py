@@ -97,6 +97,10 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("causal must be true or false, got 'yes'", {"causal": "yes"}),
     ("attention must be a AttentionConfig, got 3", {"attention": 3}),
     ("tie_embeddings needs vocab_size", {"tie_embeddings": True}),
+    (
+        "value_embedding is for self-attention: set it in attention, not in legacy.axial",
+        {"vocab_size": 9, "legacy": LegacyConfig(axial_stride=2, axial=AttentionConfig(value_embedding=True))},
+    ),
     (r"product_keys \(6,\) must be layers from 0 to 5", {"legacy": LegacyConfig(product_keys=(6,))}),
 ]
 

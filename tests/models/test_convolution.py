@@ -70,6 +70,24 @@ def test_states_masks_and_packing(options: dict[str, Any]) -> None:
 
 
 @EACH
+def test_new_sequences_take_the_place_of_others(options: dict[str, Any]) -> None:
+    """A state that stores every token is longer than the one that is put into it, or shorter."""
+    model, tokens = build(options), torch.randint(V, (3, T))
+    long = model.extend(tokens[:, :9], model.new_state(3, dtype=F64))[1]
+    short = model.extend(tokens[:2, 9:11], model.new_state(2, dtype=F64))[1]
+    for state, rows, pieces in (
+        (long, short, (tokens[0, 9:11], tokens[1, :9], tokens[1, 9:11])),
+        (short, long.select([2, 1]), (tokens[1, :9], None, tokens[2, :9])),
+    ):
+        index = [0, 2] if len(state.length) == 3 else [1, 0]
+        expected = [piece for piece in pieces if piece is not None]
+        more = torch.randint(V, (len(expected), 3))
+        got = model.extend(more, state.put(index, rows))[0]
+        for row, piece in enumerate(expected):
+            assert_same(got[row], model(torch.cat([piece, more[row]])[None])[0, -3:])
+
+
+@EACH
 @pytest.mark.parametrize("form", ["left", "right", "both", "packed"])
 def test_a_layer_is_extended_by_padded_and_packed_pieces(options: dict[str, Any], form: str) -> None:
     """Rows of 7, 4 and 0 tokens after a first piece of 5, NaN beside them; then one more token."""

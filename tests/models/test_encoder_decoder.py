@@ -222,3 +222,6 @@ def test_models_say_what_they_need() -> None:
         LanguageModel(config(vocab_size=None))
     with pytest.raises(ValueError, match="a classifier needs num_classes"):
         Classifier(config())
+    for name, value in {"positions": "sinusoidal", "ngrams": (2,), "embed_dim": 3, "embed_dropout": 0.1}.items():
+        with pytest.raises(ValueError, match=f"{name}=.* is for embeddings of tokens, .* reads vectors"):
+            Classifier(config(vocab_size=None, input_dim=5, num_classes=2, **{name: value}))

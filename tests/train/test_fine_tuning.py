@@ -6,6 +6,7 @@ import csv
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 from training import WORDS, arguments, curve, longspan, metrics, trained, write_corpus
 
-from longspan import load
+from longspan import AttentionConfig, LanguageModel, ModelConfig, load, save
+from longspan.train.initial import Initial, start_from
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,28 @@ def test_a_run_starts_from_another_with_a_longer_context(base: Path, tmp_path: P
     assert f"{len(before)} of {len(before)} tensors are from {base}" in said
     other, _ = start(data, tmp_path / "other", context=127, lr=1e-12, **{"model.dim": 24, "model.depth": 2})
     assert not torch.equal(other["embedding.weight"], before["embedding.weight"])
+
+
+def test_tables_of_ngrams_are_taken_by_their_length(tmp_path: Path) -> None:
+    config = ModelConfig(
+        dim=8,
+        depth=1,
+        causal=True,
+        vocab_size=256,
+        attention=AttentionConfig(num_heads=2),
+        ngrams=(2, 3, 5),
+        ngram_buckets=7,
+    )
+    before = LanguageModel(config)
+    save(before, tmp_path / "before")
+    model = LanguageModel(replace(config, ngrams=(5, 4, 2)))
+    found = start_from(model, Initial(str(tmp_path / "before")))
+    assert before.ngrams is not None
+    assert model.ngrams is not None
+    tables, own = before.ngrams.state_dict(), model.ngrams.state_dict()
+    assert torch.equal(own["tables.0.weight"], tables["tables.2.weight"])
+    assert torch.equal(own["tables.2.weight"], tables["tables.0.weight"])
+    assert (found.new, found.left) == (("ngrams.tables.1.weight",), ("ngrams.tables.3-grams.weight",))
 
 
 def test_a_language_model_becomes_a_classifier_with_a_frozen_body(base: Path, tmp_path: Path) -> None:

@@ -26,9 +26,11 @@ from longspan.models.config import AttentionConfig, ModelConfig
 from longspan.models.transformer import LanguageModel
 from longspan.train.config import resolve
 from longspan.train.data.batches import Batch, BatchShape
+from longspan.train.loggers import RunLogger
 from longspan.train.muon import layer_matrices
 from longspan.train.objectives import Objective, mask_tokens
-from longspan.train.setup import RedrawSchedule, learning_rate
+from longspan.train.setup import RedrawSchedule, learning_rate, make_accelerator
+from longspan.train.trainer import Trainer
 
 
 def last(records: list[dict[str, Any]], name: str) -> float:
@@ -129,6 +131,40 @@ def test_a_run_carries_the_state_through_a_document(tmp_path: Path) -> None:
     assert total / 170 == pytest.approx(float(whole), rel=1e-5)
     assert losses[9:] == pytest.approx(losses[:9], rel=1e-6)
     assert losses[1] != pytest.approx(float(alone), rel=1e-5)
+
+
+def test_carried_buffers_are_as_long_as_documents(corpus: Path, tmp_path: Path) -> None:
+    """Those of softmax layers hold every token, and are shortened when documents end."""
+    attention = {"model.attention.mechanism": "softmax", "model.attention.conv_size": 3}
+    flags = {**SMALL, **attention, "carry-state": True, "steps": 60, "eval-every": 60, "sample-tokens": 0}
+    given = {name.replace("-", "_"): value for name, value in flags.items()}
+    trainer = Trainer(
+        resolve({**given, "data": (str(corpus),), "out": str(tmp_path / "run")}),
+        RunLogger(tmp_path / "run"),
+        make_accelerator("cpu", "fp32"),
+    )
+    trainer.run()
+    (state,) = trainer._states
+    assert state is not None
+    longest = max(x.shape[2] for name, x in state.tensors().items() if name.endswith(".k"))
+    # Not 60 · 61; the last sequence of a document is padded.
+    assert longest <= trainer.store.train.longest + 61
+
+
+@pytest.mark.parametrize(
+    "limited",
+    [
+        {"model.positions": "learned"},
+        {"model.positions": "axial", "model.axial_shape": "61,1"},
+        {"model.attention.mechanism": '{"mechanism": "linformer", "rank": 3, "max_length": 61}'},
+    ],
+    ids=["learned", "axial", "linformer"],
+)
+def test_samples_end_where_the_positions_do(corpus: Path, tmp_path: Path, limited: dict[str, Any]) -> None:
+    """The prompt from the held-out data is longer than the context of 61."""
+    trained(corpus, tmp_path / "run", steps=2, eval_every=1, sample_tokens=50, **limited)
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [len(sample["prompt"]) for sample in samples] == [30, 30]
 
 
 def test_features_are_redrawn_between_steps_and_equal_in_all_processes() -> None:
@@ -288,6 +324,18 @@ BAD: list[tuple[str, dict[str, Any], list[str], int]] = [
         "recompute",
         {"data": "TEXT", "carry_state": True, "model.execution": "recompute"},
         ["--carry-state cannot be combined with --model.execution recompute"],
+        2,
+    ),
+    (
+        "carried positions",
+        {"data": "TEXT", "carry_state": True, "model.positions": "learned"},
+        ["--carry-state continues the positions of a document", "more than the 61 positions", "larger max_length"],
+        2,
+    ),
+    (
+        "carried table",
+        {"data": "TEXT", "carry_state": True, "mechanism": '{"mechanism": "linformer", "rank": 3, "max_length": 61}'},
+        ["--carry-state continues the positions of a document", "61"],
         2,
     ),
 ]

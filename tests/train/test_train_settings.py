@@ -15,6 +15,7 @@ from training import SMALL, arguments, curve, longspan, metrics, trained, write_
 from longspan.cli.arguments import flags as flags_of
 from longspan.cli.train import REPEATED, TrainFlags, read_settings
 from longspan.mechanisms import list_mechanisms
+from longspan.models.checkpoint import save
 from longspan.models.config import AttentionConfig, ModelConfig
 from longspan.models.transformer import LanguageModel
 from longspan.train.config import Settings, TrainConfig, described, differences, resolve
@@ -400,3 +401,16 @@ def test_differences_are_named_by_their_path() -> None:
     assert found == {"train.seed": (1, 2), "model.dim": (32, 48)}
     assert isinstance(one.complete(256, 0), ModelConfig)
     assert SMALL["model.dim"] == 24
+
+
+def test_vectors_have_no_embeddings_of_tokens(tmp_path: Path) -> None:
+    """Those of the preset and of a language model are left out; what is given is refused by the model."""
+    attention = AttentionConfig(num_heads=2, mechanism="linear")
+    options: dict[str, Any] = {"positions": "learned", "max_length": 9, "embed_dim": 4, "ngrams": (2,)}
+    config = ModelConfig(dim=8, depth=1, causal=True, vocab_size=256, attention=attention, **options)
+    save(LanguageModel(config), tmp_path / "tokens")
+    given = {"data": ("x",), "out": "y", "objective": "forecast"}
+    for more in ({}, {"init": str(tmp_path / "tokens")}):
+        found = resolve({**given, **more}).complete(256, 3, channels=3)
+        assert (found.positions, found.embed_dim, found.ngrams) == ("none", None, ())
+    assert resolve({**given, "model.positions": "sinusoidal"}).complete(256, 3, channels=3).positions == "sinusoidal"
