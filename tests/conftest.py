@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from longspan.ops.common import parts
+from longspan.ops.gated import torch as gated_chunks
 from longspan.ops.linear import torch as chunks
 
 
@@ -57,9 +59,10 @@ def full_precision() -> Iterator[None]:
 def small_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many chunks in a short sequence, few sequences at once, unless a test asks for the real ones."""
     if "real_chunks" not in request.fixturenames:
-        monkeypatch.setattr(chunks, "CHUNK", 4)
-        monkeypatch.setattr(chunks, "GROUP", 3)
-        monkeypatch.setattr(chunks, "CACHED", 200)
+        for module in (chunks, gated_chunks):
+            monkeypatch.setattr(module, "CPU_CHUNK", 4)
+            monkeypatch.setattr(module, "GROUP", 12)
+        monkeypatch.setattr(parts, "CACHED", 200)
 
 
 @pytest.fixture

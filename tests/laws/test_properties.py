@@ -20,6 +20,10 @@ from hypothesis import strategies as st
 from truths import has_truth, truth
 
 from longspan import Packing, build_mechanism
+from longspan.ops.common import parts
+from longspan.ops.gated import gated_linear
+from longspan.ops.gated import reference as gated_reference
+from longspan.ops.gated import torch as gated_chunks
 from longspan.ops.linear import torch as chunks
 from longspan.ops.window import reference as window_reference
 
@@ -29,9 +33,10 @@ few = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK", 4)
-    monkeypatch.setattr(chunks, "GROUP", 3)
-    monkeypatch.setattr(chunks, "CACHED", 200)
+    for module in (chunks, gated_chunks):
+        monkeypatch.setattr(module, "CPU_CHUNK", 4)
+        monkeypatch.setattr(module, "GROUP", 12)
+    monkeypatch.setattr(parts, "CACHED", 200)
 
 
 @st.composite
@@ -135,7 +140,7 @@ def test_any_packing(case: Case, data: st.DataObject, lengths: list[int], causal
     dims=st.tuples(st.integers(1, 9), st.integers(1, 9)),
     size=st.tuples(st.integers(1, 3), st.integers(1, 41)),
     chunk=st.integers(1, 9),
-    cached=st.sampled_from([1, 500, chunks.CACHED]),
+    cached=st.sampled_from([1, 500, parts.CACHED]),
     kind=st.sampled_from(["elu", "softmax", "relu", "identity"]),
 )
 def test_any_shape_of_causal_linear(
@@ -143,7 +148,7 @@ def test_any_shape_of_causal_linear(
 ) -> None:
     (heads, group), (D, E), (B, T) = groups, dims, size
     torch.manual_seed(T)
-    before, chunks.CHUNK, chunks.CACHED = (chunks.CHUNK, chunks.CACHED), chunk, cached
+    before, chunks.CPU_CHUNK, parts.CACHED = (chunks.CPU_CHUNK, parts.CACHED), chunk, cached
     try:
         q = torch.randn(B, T, heads * group, D, dtype=torch.float64, requires_grad=True)
         k = torch.randn(B, T, heads, D, dtype=torch.float64, requires_grad=True)
@@ -158,7 +163,47 @@ def test_any_shape_of_causal_linear(
         assert_same(out, expected)
         check_gradients_by_name(gradients(out, of), gradients(expected, of))
     finally:
-        chunks.CHUNK, chunks.CACHED = before
+        chunks.CPU_CHUNK, parts.CACHED = before
+
+
+@few
+@given(
+    groups=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    dims=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    size=st.tuples(st.integers(1, 3), st.integers(1, 41)),
+    chunk=st.sampled_from([1, 2, 3, 6, 12]),
+    cached=st.sampled_from([1, 500, parts.CACHED]),
+    gate=st.sampled_from(["none", "head", "channel"]),
+    delta=st.booleans(),
+)
+def test_any_shape_of_gated_linear(
+    groups: tuple[int, int],
+    dims: tuple[int, int],
+    size: tuple[int, int],
+    chunk: int,
+    cached: int,
+    gate: str,
+    delta: bool,
+) -> None:
+    (heads, group), (D, E), (B, T) = groups, dims, size
+    torch.manual_seed(T)
+    before, gated_chunks.CPU_CHUNK, parts.CACHED = (gated_chunks.CPU_CHUNK, parts.CACHED), chunk, cached
+    try:
+        k, v, state = torch.randn(B, T, heads, D), torch.randn(B, T, heads, E), torch.randn(B, heads, D, E)
+        of = {"q": torch.randn(B, T, heads * group, D), "k": k / k.norm(dim=-1, keepdim=True), "v": v, "state": state}
+        if gate != "none":
+            of["log_decay"] = -torch.rand(B, T, heads, D if gate == "channel" else 1)
+            of["beta"] = 2 * torch.rand(B, T, heads)
+        of = {name: x.double().requires_grad_() for name, x in of.items()}
+        found = []
+        for function in (gated_linear, gated_reference.gated_linear):
+            out, last = function(**of, delta=delta)
+            found.append(((out, last), gradients(torch.cat([out.flatten(), last.flatten()]), of)))
+        for got, expected in zip(found[0][0], found[1][0], strict=True):
+            assert_same(got, expected)
+        check_gradients_by_name(found[0][1], found[1][1])
+    finally:
+        gated_chunks.CPU_CHUNK, parts.CACHED = before
 
 
 @few

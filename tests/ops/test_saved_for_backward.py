@@ -95,7 +95,7 @@ def test_fused_maps_save_inputs_output_and_a_few_sums(name: str, options: dict[s
     sizes = saved(build(name, options), N, causal=True)
     inputs_and_output = N * HEADS * (2 * D + 2 * E)
     sums = HEADS * 64 * (E + 2)
-    assert sum(sizes) <= inputs_and_output + N * HEADS + (4 + N // (chunks.CHUNK * chunks.GROUP) + 2) * sums
+    assert sum(sizes) <= inputs_and_output + N * HEADS + (4 + N // chunks.GROUP + 2) * sums
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])

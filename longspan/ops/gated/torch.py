@@ -6,28 +6,30 @@ Inside a chunk of C tokens, with G_i = Σ_{s ≤ i} log α_s taken from its star
     o_i = (e^{G_i} q_i)ᵀ S + Σ_{j ≤ i} A^qk_ij u_j
     S'  = Diag(e^{G_C}) S + Σ_j (e^{G_C − G_j} k_j) u_jᵀ,      A^ab_ij = Σ_d a_id b_jd e^{G_id − G_jd}.
 
-Only the products with S are sequential. The exponents are differences G_i − G_j ≤ 0 of sums in float64, so that a token
-that forgets everything (log α = −104) costs no accuracy after it. README.md derives the backward pass.
+Only the products with S are sequential. The exponents G_i − G_j ≤ 0 are differences of float64 sums, or sums, so that
+a token that forgets everything (log α = −104) costs no accuracy after it. README.md derives the backward pass.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longspan.ops.common.parts import Part, parts_in_cache
 from longspan.ops.common.torch_private import is_exporting
 
 if TYPE_CHECKING:
     from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
 
-CHUNK = 64
-GROUP = 8
+# Tokens in a chunk and in a group. Shorter chunks compute less, and launch more, which costs a GPU more.
+CHUNK, CPU_CHUNK, GROUP = 64, 32, 512
 # exp of less than this is 0 in float32 and float64.
 LOG_UNDERFLOW = {torch.float32: -104.0, torch.float64: -746.0}
-BLOCK = 16  # Tokens in the smallest products where the decay differs between channels.
 
 
 def forward(x: GatedInputs, problem: GatedProblem) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,16 +37,15 @@ def forward(x: GatedInputs, problem: GatedProblem) -> tuple[Tensor, Tensor, Tens
     out = x.v.new_empty(*x.q.shape[:3], x.v.shape[3])
     S = _first_state(x)
     starts = new_starts(x)
-    for i, span in enumerate(_spans(x)):
-        starts[i] = S
+    for span in _spans(x):
+        here = span.part.sequences
+        starts[span.group, here] = S[here]
         chunks = _Chunks.of(x, problem, span)
-        rows = []
-        for n in range(span.number):
-            u = chunks.writes(n, S)
-            rows.append(torch.baddbmm(chunks.pair[:, n] @ u, chunks.q_in[:, n], S))
-            S = chunks.passed(n, S, u)
-        _put(out, torch.stack(rows, 1), span, x)
-    return out, S.reshape(*_heads(x), *S.shape[1:]).clone(), starts
+        states = chunks.scan(S[here])
+        S[here] = states[-1]
+        read = torch.bmm(chunks.q_in, states[:-1].flatten(0, 1)).baddbmm_(chunks.pair, chunks.u)
+        _put(out, read.mul_(problem.scale), span, x)
+    return out, S.view(*_heads(x), *S.shape[1:]), starts
 
 
 def backward(
@@ -55,33 +56,24 @@ def backward(
     dq, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
     d_decay = None if x.log_decay is None else torch.empty_like(x.log_decay)
     d_beta = None if x.beta is None else torch.empty_like(x.beta)
-    dS = torch.zeros_like(starts[0]) if d_state is None else d_state.flatten(0, 1).to(starts.dtype)
-    for i, span in reversed(list(enumerate(_spans(x)))):
+    dS = torch.zeros_like(starts[0])
+    if d_state is not None:
+        dS.copy_(d_state.flatten(0, 1))
+    for span in reversed(_spans(x)):
+        here = span.part.sequences
         chunks = _Chunks.of(x, problem, span)
-        grads, dS = _scan_backward(chunks, _rows(d_out, span, x), starts[i], dS)
-        d = chunks.gradients(grads)
+        d_rows = _rows(span, x, d_out, more=problem.delta).mul_(problem.scale)
+        d, dS[here] = chunks.gradients(starts[span.group, here], d_rows, dS[here])
         for into, rows in ((dq, d.q), (dk, d.k), (dv, d.v), (d_decay, d.g), (d_beta, d.beta)):
             if into is not None and rows is not None:
                 _put(into if into.ndim == 4 else into[..., None], rows, span, x)
-    return dq, dk, dv, d_decay, d_beta, dS.reshape(*_heads(x), *dS.shape[1:]).clone()
+    return dq, dk, dv, d_decay, d_beta, dS.view(*_heads(x), *dS.shape[1:])
 
 
 def new_starts(x: GatedInputs) -> Tensor:
     """Return a buffer for the states (B Hkv, D, E) before each span, possibly too many."""
     B, Hkv = _heads(x)
-    most = x.k.shape[1] // (CHUNK * GROUP) + 2
-    return x.k.new_zeros(most, B * Hkv, x.k.shape[3], x.v.shape[3], dtype=state_dtype(x))
-
-
-class _ScanGrads(NamedTuple):
-    """Gradients of what the scan over chunks reads, (Y, N, …)."""
-
-    q_in: Tensor
-    pair: Tensor
-    k_out: Tensor
-    last: Tensor
-    u: Tensor
-    k_in: Tensor | None
+    return x.k.new_zeros(x.k.shape[1] // GROUP + 2, B * Hkv, x.k.shape[3], x.v.shape[3], dtype=state_dtype(x))
 
 
 class _Grads(NamedTuple):
@@ -92,137 +84,152 @@ class _Grads(NamedTuple):
     beta: Tensor | None
 
 
-def _scan_backward(chunks: _Chunks, d_out: Tensor, S: Tensor, dS: Tensor) -> tuple[_ScanGrads, Tensor]:
-    """Run the chunks of a span again from S and backwards from dS; return also the gradient of S."""
-    states, writes = [], []
-    for n in range(chunks.pair.shape[1]):
-        states.append(S)
-        writes.append(chunks.writes(n, S))
-        S = chunks.passed(n, S, writes[n])
-    found = []
-    for n in reversed(range(len(states))):
-        S, u, d_o = states[n], writes[n], d_out[:, n]
-        d_u = torch.baddbmm(chunks.k_out[:, n] @ dS, chunks.pair[:, n].mT, d_o)
-        found.append((d_o @ S.mT, d_o @ u.mT, u @ dS.mT, (dS * S).sum(-1), d_u, S))
-        dS = dS if chunks.last is None else dS * chunks.last[:, n]
-        dS = torch.baddbmm(dS, chunks.q_in[:, n].mT, d_o)
-        if chunks.w is not None:
-            dS = torch.baddbmm(dS, chunks.w[:, n].mT, d_u, alpha=-1)
-    q_in, pair, k_out, last, u, before = (torch.stack(parts[::-1], 1) for parts in zip(*found, strict=True))
-    return _ScanGrads(q_in, pair, k_out, last, u, None if chunks.w is None else -(u @ before.mT)), dS
-
-
 class _Chunks(NamedTuple):
-    """N chunks of each of Y = B Hkv sequences; R query heads of a key head are rows, (Y, N, R C, ·)."""
+    """The chunks of a span, Y in all: N of each sequence. R query heads of a key head are rows, (Y, R C, ·)."""
 
-    q: Tensor  # (Y, N, R C, D), scaled
-    k: Tensor  # (Y, N, C, D)
-    v: Tensor  # (Y, N, C, E)
-    beta: Tensor | None  # (Y, N, C, 1)
+    rows: Tensor  # (Y, R C, D) q; by the delta rule (Y, (R + 1) C, D): keys are read like queries
+    k: Tensor  # (Y, C, D)
+    v: Tensor  # (Y, C, E)
+    beta: Tensor | None  # (Y, C, 1)
     decay: _Decay
-    pair: Tensor  # (Y, N, R C, C) A^qk, zero above the diagonal
-    u: Tensor  # (Y, N, C, E) what an empty state would have written
-    w: Tensor | None  # (Y, N, C, D): u − w S is written, by the delta rule
-    lower: Tensor | None  # (Y, N, C, C) the triangular matrix of the delta rule
-    kk: Tensor | None  # (Y, N, C, C) A^kk below the diagonal
-    q_in: Tensor  # e^{G_i} q_i
+    rows_in: Tensor  # e^{G_i} rows_i
+    q_in: Tensor  # those of q
     k_out: Tensor  # e^{G_C − G_j} k_j
-    last: Tensor | None  # (Y, N, 1 or D, 1) e^{G_C}
-    scale: float
+    pair: Tensor  # (Y, R C, C) A^qk, zero above the diagonal
+    kk: Tensor | None  # (Y, C, C) A^kk
+    lower: Tensor | None  # (Y, C, C) the triangular matrix of the delta rule, with something on its diagonal
+    u: Tensor  # (Y, C, E) what an empty state would have written, and after `scan` what is written
+    w: Tensor | None  # (Y, C, D): u − w S is written, by the delta rule
 
     @classmethod
-    def of(cls, x: GatedInputs, problem: GatedProblem, span: _ChunkSpan) -> _Chunks:
-        q, k, v = _rows(x.q, span, x) * problem.scale, _rows(x.k, span, x), _rows(x.v, span, x)
-        beta = None if x.beta is None else _rows(x.beta[..., None], span, x)
-        decay = _Decay.of(None if x.log_decay is None else _rows(x.log_decay, span, x), span.size)
-        pair = decay.pairs(torch.cat([q, k], 2) if problem.delta else q, k)
+    def of(cls, x: GatedInputs, problem: GatedProblem, span: _Span) -> _Chunks:
+        v, C = _rows(span, x, x.v), span.size
+        beta = None if x.beta is None else _rows(span, x, x.beta[..., None])
+        decay = _Decay.of(None if x.log_decay is None else _rows(span, x, x.log_decay))
+        rows = _rows(span, x, x.q, x.k) if problem.delta else _rows(span, x, x.q)
+        k = rows[:, -C:] if problem.delta else _rows(span, x, x.k)
         u, w, lower, kk = v if beta is None else beta * v, None, None, None
+        rows_in, pair = decay.from_start(rows), decay.pairs(rows, k)
+        q_in = rows_in
         if problem.delta:
-            pair, kk = pair.split([q.shape[2], k.shape[2]], 2)
-            kk = kk.tril(-1)
-            lower = kk if beta is None else beta * kk
-            k_in = decay.from_start(k)
-            both = torch.cat([u, k_in if beta is None else beta * k_in], -1)
-            solved = _solve_unit_lower(lower, both)
-            u, w = solved.split([v.shape[3], k.shape[3]], -1)
-        q_in, k_out = decay.from_start(q), decay.to_end(k)
-        return cls(q, k, v, beta, decay, pair, u, w, lower, kk, q_in, k_out, decay.last(), problem.scale)
+            (q_in, k_in), (pair, kk) = (y.split([y.shape[1] - C, C], 1) for y in (rows_in, pair))
+            # The system is solved in place.
+            lower, w = (y.clone() if beta is None else beta * y for y in (kk, k_in))
+            u = _solve_unit_lower(lower, u.clone() if beta is None else u)
+            w = _solve_unit_lower(lower, w)
+        return cls(rows, k, v, beta, decay, rows_in, q_in, decay.to_end(k), pair, kk, lower, u, w)
 
-    def writes(self, n: int, S: Tensor) -> Tensor:
-        """Return u (Y, C, E) of chunk n after state S."""
-        return self.u[:, n] if self.w is None else torch.baddbmm(self.u[:, n], self.w[:, n], S, alpha=-1)
-
-    def passed(self, n: int, S: Tensor, u: Tensor) -> Tensor:
-        """Return the state after chunk n."""
-        S = S if self.last is None else S * self.last[:, n]
-        return torch.baddbmm(S, self.k_out[:, n].mT, u)
-
-    def gradients(self, d: _ScanGrads) -> _Grads:
-        """Return the gradients of the inputs (Y, N, …)."""
-        decay, number = self.decay, [self.q.shape[2], self.k.shape[2]]
-        d_rows, y, d_beta = None, d.u, None
+    def scan(self, S: Tensor) -> Tensor:
+        """Return the states before each chunk and after the last (N + 1, ·, D, E), and make `u` what is written."""
+        number = len(self.u) // len(S)
+        states = S.new_empty(number + 1, *S.shape)
+        states[0] = S
         if self.w is None:
-            d_q, d_k = decay.pairs_grad(d.pair, self.q, self.k)
-        else:
-            assert self.lower is not None
-            assert self.kk is not None
-            assert d.k_in is not None
-            both = torch.cat([d.u, d.k_in], -1)
-            y, z = torch.linalg.solve_triangular(self.lower.mT, both, upper=True, unitriangular=True).split(
-                [d.u.shape[-1], d.k_in.shape[-1]], -1
-            )
-            d_lower = -(y @ self.u.mT + z @ self.w.mT).tril(-1)
-            d_kk = d_lower if self.beta is None else self.beta * d_lower
-            d_pairs, rows = torch.cat([d.pair, d_kk], 2), torch.cat([self.q, self.k], 2)
-            d_rows, d_k = decay.pairs_grad(d_pairs, rows, self.k)
-            d_q, d_rows = d_rows.split(number, 2)
-            d_rows = d_rows + decay.from_start(z if self.beta is None else self.beta * z)
-            if self.beta is not None:
-                d_beta = (z * decay.from_start(self.k)).sum(-1, keepdim=True)
-                d_beta = d_beta + (d_lower * self.kk).sum(-1, keepdim=True)
-        d_q = d_q + decay.from_start(d.q_in)
-        d_end = decay.to_end(d.k_out)
-        d_k = d_k + d_end
+            torch.bmm(self.k_out.mT, self.u, out=states[1:].flatten(0, 1))
+        before, after = states[:-1].unbind(), states[1:].unbind()
+        u, w, k_out, last = (_by_chunk(y, number) for y in (self.u, self.w, self.k_out, self.decay.last))
+        for n in range(number):
+            if self.w is not None:
+                u[n].baddbmm_(w[n], before[n], alpha=-1)
+                torch.bmm(k_out[n].mT, u[n], out=after[n])
+            _add_product(after[n], before[n], last[n])
+        return states
+
+    def scan_backward(self, d_read: Tensor, dS: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the states, as of `scan`, and of `u`, given those of what queries read."""
+        number = len(self.u) // len(dS)
+        d_states = dS.new_empty(number + 1, *dS.shape)
+        d_states[-1] = dS
+        torch.bmm(self.q_in.mT, d_read, out=d_states[:-1].flatten(0, 1))
+        d_u = torch.bmm(self.pair.mT, d_read)
+        before, after = d_states[:-1].unbind(), d_states[1:].unbind()
+        du, w, k_out, last = (_by_chunk(y, number) for y in (d_u, self.w, self.k_out, self.decay.last))
+        for n in reversed(range(number)):
+            _add_product(before[n], after[n], last[n])
+            if self.w is not None:
+                du[n].baddbmm_(k_out[n], after[n])
+                before[n].baddbmm_(w[n].mT, du[n], alpha=-1)
+        if self.w is None:
+            d_u.baddbmm_(self.k_out, d_states[1:].flatten(0, 1))
+        return d_states, d_u
+
+    def gradients(self, S: Tensor, d_read: Tensor, dS: Tensor) -> tuple[_Grads, Tensor]:
+        """Return the gradients of the inputs (Y, ·, ·) and of the state before.
+
+        Args:
+            S: The state before.
+            d_read: The gradients of what `rows` read; those of keys are found here.
+            dS: The gradient of the state after.
+        """
+        states, C = self.scan(S), self.k.shape[1]
+        d_states, d_u = self.scan_backward(d_read[:, : self.q_in.shape[1]], dS)
+        if self.lower is not None:
+            d_u = _solve_unit_lower(self.lower, d_u, transposed=True)
+            torch.neg(d_u, out=d_read[:, -C:])
+        d_pairs = torch.bmm(d_read, self.u.mT)
+        d_rows = torch.bmm(d_read, states[:-1].flatten(0, 1).mT)
+        if self.kk is not None:
+            d_pairs[:, -C:].tril_(-1)
+        d_beta = None
         if self.beta is not None:
-            own = (y * self.v).sum(-1, keepdim=True)
-            d_beta = own if d_beta is None else d_beta + own
+            d_beta = (d_u * self.v).sum(-1, keepdim=True)
+            if self.kk is not None:
+                d_lower, d_in = d_pairs[:, -C:], d_rows[:, -C:]
+                d_beta += (d_lower * self.kk).sum(-1, keepdim=True)
+                d_beta += (d_in * self.rows_in[:, -C:]).sum(-1, keepdim=True)
+                d_lower.mul_(self.beta)
+                d_in.mul_(self.beta)
+        d_rows = self.decay.from_start(d_rows)
+        d_k = self.decay.to_end(torch.bmm(self.u, d_states[1:].flatten(0, 1).mT))
+        d_rows, d_k = self.decay.add_pairs_grad(d_pairs, self.rows, self.k, d_rows, d_k)
         d_g = None
-        if decay.sums is not None:
-            d_sums = _sum_groups(self.q * d_q, self.k.shape[2]) - self.k * d_k
-            if d_rows is not None:
-                d_sums = d_sums + self.k * d_rows
-            assert self.last is not None
-            d_sums[:, :, -1] += (self.k * d_end).sum(2) + self.last[..., 0] * d.last
-            d_sums = d_sums.sum(-1, keepdim=True) if decay.sums.shape[-1] == 1 else d_sums
-            d_g = d_sums.flip(2).cumsum(2).flip(2)
-        d_k = d_k if d_rows is None else d_k + d_rows
-        return _Grads(d_q * self.scale, d_k, y if self.beta is None else self.beta * y, d_g, d_beta)
+        if self.decay.start is not None:
+            d_sums = self.decay.products(self.rows, d_rows).unflatten(1, (-1, C)).sum(1)
+            d_sums -= self.decay.products(self.k, d_k)
+            last = d_states[1:].mul_(states[1:]).flatten(0, 1).sum(-1)
+            d_sums[:, -1] += last if d_sums.shape[2] > 1 else last.sum(-1, keepdim=True)
+            d_g = d_sums.flip(1).cumsum(1).flip(1)
+        d_q = d_rows
+        if self.kk is not None:
+            d_q, d_k = d_rows[:, :-C], d_k + d_rows[:, -C:]
+        return _Grads(d_q, d_k, d_u if self.beta is None else d_u * self.beta, d_g, d_beta), d_states[0]
+
+
+def _by_chunk(rows: Tensor | None, number: int) -> Sequence[Any]:
+    """(N ·, ·, ·) -> N times (·, ·, ·), or None."""
+    return [None] * number if rows is None else rows.unflatten(0, (number, -1)).unbind()
+
+
+def _add_product(into: Tensor, x: Tensor, factor: Tensor | None) -> None:
+    """Add x times a factor, or 1, to a tensor."""
+    if factor is None:
+        into.add_(x)
+    else:
+        into.addcmul_(x, factor)
 
 
 class _Decay(NamedTuple):
-    """Products of decays between tokens of a chunk."""
+    """Products of decays between tokens of a chunk; None where there are none."""
 
-    sums: Tensor | None  # (Y, N, C, 1 or D) float64: G, from the chunk's start
-    start: Tensor | None  # e^{G_i}
+    start: Tensor | None  # (Y, C, 1 or D) e^{G_i}
     end: Tensor | None  # e^{G_C − G_i}
-    between: Tensor | None  # (Y, N, C, C) e^{G_i − G_j} for j ≤ i, for one decay per head
-    levels: list[tuple[int, Tensor]]  # of `_levels`, for one decay per channel
-    size: int
+    last: Tensor | None  # (Y, 1 or D, 1) e^{G_C}
+    between: Tensor | None  # (Y, C, C) e^{G_i − G_j} for j ≤ i, for one decay per head
+    levels: list[_Level] | None  # for one decay per channel
 
     @classmethod
-    def of(cls, g: Tensor | None, size: int) -> _Decay:
+    def of(cls, g: Tensor | None) -> _Decay:
         if g is None:
-            return cls(None, None, None, None, [], size)
+            return cls(None, None, None, None, None)
         # A sum with −1e30 would have no digits left for the tokens behind it.
-        sums = g.clamp(min=LOG_UNDERFLOW[g.dtype]).double().cumsum(2)
-        start, end = sums.to(g.dtype).exp(), (sums[:, :, -1:] - sums).to(g.dtype).exp()
-        if g.shape[-1] > 1:
-            return cls(sums, start, end, None, _levels(sums, g.dtype), size)
-        between = (sums - sums.mT).clamp_(max=0).to(g.dtype).exp_()
-        return cls(sums, start, end, between, [], size)
-
-    def last(self) -> Tensor | None:
-        return None if self.start is None else self.start[:, :, -1, :, None]
+        g, C = g.clamp(min=LOG_UNDERFLOW[g.dtype]), g.shape[1]
+        if g.shape[2] == 1:
+            sums = g.double().cumsum(1)
+            start, end = _exp(sums, g.dtype), _exp(sums[:, -1:] - sums, g.dtype)
+            return cls(start, end, start[:, -1:], _exp(sums - sums.mT, g.dtype), None)
+        found, before, after = _levels(_padded(g))
+        start, end = _exp(before[:, :C], g.dtype), _exp(after[:, :C], g.dtype)
+        return cls(start, end, start[:, -1, :, None], None, found)
 
     def from_start(self, rows: Tensor) -> Tensor:
         return rows if self.start is None else _times(rows, self.start)
@@ -230,148 +237,178 @@ class _Decay(NamedTuple):
     def to_end(self, rows: Tensor) -> Tensor:
         return rows if self.end is None else rows * self.end
 
+    def products(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return a times b (·, ·, D), summed over the channels that share a decay."""
+        return a * b if self.levels is not None else (a * b).sum(-1, keepdim=True)
+
     def pairs(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return A^ab (Y, N, R C, C), zero above the diagonal, of a (Y, N, R C, D) and b (Y, N, C, D)."""
-        if self.sums is None or self.between is not None:
-            return self._weigh(a @ b.mT)
-        a, b = self._padded(a.unflatten(2, (-1, self.size))), self._padded(b[:, :, None])
-        own = (a * b).sum(-1).unflatten(-1, (-1, BLOCK))[..., None]
-        inner = torch.where(torch.eye(BLOCK, dtype=torch.bool, device=a.device), own, 0)
-        A = a.new_zeros(*a.shape[:4], a.shape[3])
-        for half, x in self.levels:
-            rows, columns = _blocks(a, half), _blocks(b, half)
-            if half < BLOCK:
-                inner = inner + ((rows * x) @ (columns * x).mT).masked_fill_(_beyond_level(half, a), 0)
-                continue
-            first, second = x.split(half, -2)
-            found = (rows[..., half:, :] * second) @ (columns[..., :half, :] * first).mT
-            for n, i in enumerate(range(0, a.shape[3], 2 * half)):
-                A[..., i + half : i + 2 * half, i : i + half] = found[..., n, :, :]
-        for n, i in enumerate(range(0, a.shape[3], BLOCK)):
-            A[..., i : i + BLOCK, i : i + BLOCK] = inner[..., n, :, :]
-        return A[:, :, :, : self.size, : self.size].flatten(2, 3)
+        """Return A^ab (Y, R C, C), zero above the diagonal, of a (Y, R C, D) and b (Y, C, D)."""
+        if self.levels is None:
+            return self._weigh(torch.bmm(a, b.mT), b.shape[1])
+        C = b.shape[1]
+        a, b = _padded(a.unflatten(1, (-1, C))), _padded(b)
+        A = a.new_zeros(*a.shape[:3], a.shape[2])
+        A.diagonal(dim1=-2, dim2=-1).copy_((a * b[:, None]).sum(-1))
+        for level in self.levels:
+            found = level.rows(a) @ level.columns(b).mT
+            _level_pairs(A, level.half).copy_(found.unflatten(2, (-1, level.half)))
+        return A[:, :, :C, :C].flatten(1, 2)
 
-    def pairs_grad(self, d: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of a and b, given that of A^ab; what it has above the diagonal is ignored."""
-        if self.sums is None or self.between is not None:
-            d = self._weigh(d)
-            return d @ b, d.mT @ a
-        d = self._padded(self._padded(d.unflatten(2, (-1, self.size))).mT).mT
-        a, b = self._padded(a.unflatten(2, (-1, self.size))), self._padded(b[:, :, None])
-        inner = torch.stack([d[..., i : i + BLOCK, i : i + BLOCK] for i in range(0, d.shape[3], BLOCK)], -3)
-        own = inner.diagonal(dim1=-2, dim2=-1).flatten(-2)[..., None]
-        d_a, d_b = own * b, own * a
-        for half, x in self.levels:
-            rows, columns, d_rows, d_columns = (_blocks(y, half) for y in (a, b, d_a, d_b))
-            if half < BLOCK:
-                pairs, first, second = inner.masked_fill(_beyond_level(half, d), 0), x, x
-            else:
-                starts, (first, second) = range(0, d.shape[3], 2 * half), x.split(half, -2)
-                pairs = torch.stack([d[..., i + half : i + 2 * half, i : i + half] for i in starts], -3)
-                rows, d_rows = rows[..., half:, :], d_rows[..., half:, :]
-                columns, d_columns = columns[..., :half, :], d_columns[..., :half, :]
-            d_rows.addcmul_(pairs @ (columns * first), second)
-            d_columns.addcmul_(pairs.mT @ (rows * second), first)
-        return d_a[:, :, :, : self.size].flatten(2, 3), d_b[:, :, :, : self.size].sum(2)
+    def add_pairs_grad(self, d: Tensor, a: Tensor, b: Tensor, d_a: Tensor, d_b: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the gradients of a and b, given that of A^ab; what it has above the diagonal is ignored."""
+        C = b.shape[1]
+        if self.levels is None:
+            d = self._weigh(d, C)
+            return d_a.baddbmm_(d, b), d_b.baddbmm_(d.mT, a)
+        d = _padded(_padded(d.unflatten(1, (-1, C))).mT).mT
+        a, d_a = (_padded(y.unflatten(1, (-1, C))) for y in (a, d_a))
+        b, d_b = _padded(b), _padded(d_b)
+        own = d.diagonal(dim1=-2, dim2=-1)[..., None]
+        d_a.addcmul_(own, b[:, None])
+        d_b += (own * a).sum(1)
+        for level in self.levels:
+            pairs = _level_pairs(d, level.half).flatten(2, 3)
+            first, second = level.first, level.second[:, :, None]
+            d_rows = _small_product(pairs, level.columns(b)).unflatten(2, (-1, level.half))
+            _second(d_a, level.half).addcmul_(d_rows, second)
+            _first(d_b, level.half).addcmul_(_small_product(pairs.mT, level.rows(a)), first)
+        return d_a[:, :, :C].flatten(1, 2), d_b[:, :C]
 
-    def _padded(self, rows: Tensor) -> Tensor:
-        """Pad the tokens (..., C, ·) of a chunk to those of `levels`."""
-        more = _padded_size(self.size) - rows.shape[-2]
-        return F.pad(rows, (0, 0, 0, more)) if more else rows
-
-    def _weigh(self, products: Tensor) -> Tensor:
-        """Multiply products (Y, N, R C, C) by the decay between the tokens; zero above the diagonal."""
-        groups = products.unflatten(2, (-1, self.size))
-        groups = groups.tril() if self.between is None else (groups * self.between[:, :, None]).tril_()
-        return groups.flatten(2, 3)
+    def _weigh(self, products: Tensor, size: int) -> Tensor:
+        """Multiply products (Y, R C, C) by the decay between the tokens, in place; zero above the diagonal."""
+        groups = products.unflatten(1, (-1, size))
+        if self.between is not None:
+            groups.mul_(self.between[:, None])
+        groups.tril_()
+        return products
 
 
-def _levels(sums: Tensor, dtype: torch.dtype) -> list[tuple[int, Tensor]]:
-    """Return for each half size h = 1, 2, 4, … the factors (Y, N, 1, ·, ·, D) of `_blocks`.
+class _Level(NamedTuple):
+    """Decays between the tokens of the first and the second half of each of n blocks of 2 h tokens.
 
-    In a block of 2h tokens, a decay between a token of the second half and one of the first is the product of those
-    from the middle to the one and from the other to the middle: neither is above 1.
+    They are products of those to the middle and those from there: neither is above 1.
     """
-    Y, N, C, D = sums.shape
-    size = _padded_size(C)
-    if size > C:
-        sums = torch.cat([sums, sums[:, :, -1:].expand(-1, -1, size - C, -1)], 2)
-    found, half = [], 1
-    while half < size:
-        blocks = sums.unflatten(2, (-1, 2 * half))
-        exponents = blocks - blocks[:, :, :, half - 1 : half]
-        exponents[:, :, :, :half].neg_()
-        found.append((half, _blocks(exponents.to(dtype).exp_().view(Y, N, 1, size, D), half)))
+
+    half: int
+    first: Tensor  # (Y, n, h, D) from a token of the first half to the middle
+    second: Tensor  # from there to a token of the second half
+
+    def rows(self, a: Tensor) -> Tensor:
+        """(Y, R, C, D) -> (Y, n, R h, D): the second halves, from the middle on."""
+        rows = _second(a, self.half)
+        return torch.mul(rows, self.second[:, :, None], out=a.new_empty(rows.shape)).flatten(2, 3)
+
+    def columns(self, b: Tensor) -> Tensor:
+        """(Y, C, D) -> (Y, n, h, D): the first halves, to the middle."""
+        return _first(b, self.half) * self.first
+
+
+def _levels(g: Tensor) -> tuple[list[_Level], Tensor, Tensor]:
+    """Return the levels h = 1, 2, 4, … of log decays (Y, C, D), and the sums up to and including a token and behind it.
+
+    All are sums of g over some tokens: a difference would have no digits left behind a token that forgets everything.
+    """
+    before, after, found, half = g.clone(), torch.zeros_like(g), [], 1
+    while half < g.shape[1]:
+        first, second = _first(after, half), _second(before[:, None], half)[:, :, 0]
+        found.append(_Level(half, _exp(first, g.dtype), _exp(second, g.dtype)))
+        first += second[:, :, -1:]
+        second += _first(before, half)[:, :, -1:]
         half *= 2
-    return found
+    return found, before, after
 
 
-def _padded_size(size: int) -> int:
-    """Tokens of a chunk as `_levels` takes them: a power of two, at least BLOCK."""
-    return max(BLOCK, 1 << (size - 1).bit_length())
+def _first(rows: Tensor, half: int) -> Tensor:
+    """View (Y, n, h, D) of the first halves of blocks of 2 h tokens of (Y, C, D)."""
+    return rows.unflatten(1, (-1, 2, half))[:, :, 0]
 
 
-def _blocks(rows: Tensor, half: int) -> Tensor:
-    """View rows (..., C, D) as blocks (..., ·, 2 half, D), or of BLOCK tokens where that is more."""
-    return rows.unflatten(-2, (-1, max(2 * half, BLOCK)))
+def _second(rows: Tensor, half: int) -> Tensor:
+    """View (Y, n, R, h, D) of the second halves of (Y, R, C, D)."""
+    return rows.unflatten(2, (-1, 2, half))[:, :, :, 1].transpose(1, 2)
 
 
-def _beyond_level(half: int, like: Tensor) -> Tensor:
-    """Mask pairs (BLOCK, BLOCK) other than those of the second and the first half of a block of 2 half tokens."""
-    i = torch.arange(BLOCK, device=like.device) // half
-    return (i[:, None] != i + 1) | (i % 2 == 1)
+def _level_pairs(A: Tensor, half: int) -> Tensor:
+    """View (Y, n, R, h, h) of the pairs of second and first halves in (Y, R, C, C)."""
+    blocks = A.unflatten(3, (-1, 2, half)).unflatten(2, (-1, 2, half))
+    return blocks[:, :, :, 1, :, :, 0].diagonal(dim1=2, dim2=4).permute(0, 4, 1, 2, 3)
+
+
+def _small_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b, without a call of BLAS for each of many tiny ones."""
+    return a @ b if a.shape[-1] > 2 else (a[..., None] * b[..., None, :, :]).sum(-2)
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """Pad tokens (..., C, ·) to a power of two."""
+    C = rows.shape[-2]
+    more = (1 << (C - 1).bit_length()) - C
+    return F.pad(rows, (0, 0, 0, more)) if more else rows
+
+
+def _exp(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return exp(x), with x clamped: above 0, where a pair is masked, to 1, and far below 0 to the smallest normal
+    number, because `exp` is slow for results that are zero or denormal.
+    """
+    return x.to(dtype).clamp(min=math.log(torch.finfo(dtype).tiny), max=0.0).exp_()
 
 
 def _times(rows: Tensor, factor: Tensor) -> Tensor:
-    """Multiply rows (Y, N, R C, ·) by (Y, N, C, ·)."""
-    return (rows.unflatten(2, (-1, factor.shape[2])) * factor[:, :, None]).flatten(2, 3)
+    """Multiply rows (Y, R C, ·) by (Y, C, ·)."""
+    return (rows.unflatten(1, (-1, factor.shape[1])) * factor[:, None]).flatten(1, 2)
 
 
-def _sum_groups(rows: Tensor, size: int) -> Tensor:
-    """Sum rows (Y, N, R C, ·) over the query heads of a key head: (Y, N, C, ·)."""
-    return rows.unflatten(2, (-1, size)).sum(2)
+class _Span(NamedTuple):
+    """Tokens of some sequences that are processed together, in chunks of one size."""
 
-
-class _ChunkSpan(NamedTuple):
-    """Tokens that are processed together, in chunks of one size."""
-
+    group: int
     tokens: slice
     size: int
-    number: int
+    part: Part
 
 
-def _spans(x: GatedInputs) -> list[_ChunkSpan]:
-    """Groups of full chunks, and the remainder as one smaller chunk."""
-    T, found, start = x.k.shape[1], [], 0
+def _spans(x: GatedInputs) -> list[_Span]:
+    """Groups of full chunks, and the remainder as one smaller chunk. Tokens of a sequence follow one another."""
+    T, size = x.k.shape[1], CPU_CHUNK if x.k.device.type == "cpu" else CHUNK
+    found: list[tuple[int, slice, int]] = []
+    start = 0
     while start < T:
-        width = min((T - start) // CHUNK, GROUP) * CHUNK or T - start
-        size = min(CHUNK, width)
-        found.append(_ChunkSpan(slice(start, start + width), size, width // size))
+        width = min((T - start) // size * size, GROUP) or T - start
+        found.append((len(found), slice(start, start + width), min(size, width)))
         start += width
-    return found
+    numbers = min(T, GROUP) * max(x.k.shape[3], x.v.shape[3])
+    return [_Span(*group, part) for part in parts_in_cache(x.q, x.k, numbers) for group in found]
 
 
-def _rows(tensor: Tensor, span: _ChunkSpan, x: GatedInputs) -> Tensor:
-    """(B, T, heads, ·) -> (B Hkv, N, R C, ·): the span's N chunks, with the R query heads of a key head as rows."""
-    source = _by_chunks(tensor, span, x)
-    return source.to(state_dtype(x)).reshape(source.shape[0] * source.shape[1], span.number, -1, source.shape[5])
+def _rows(span: _Span, x: GatedInputs, *tensors: Tensor, more: bool = False) -> Tensor:
+    """(B, T, heads, ·) -> (Y, R C, ·): the span's chunks, with the heads of each tensor of a key head as rows.
+
+    more: leave space for another head.
+    """
+    sources = [_by_chunks(tensor, span, x) for tensor in tensors]
+    heads, shape = sum(source.shape[3] for source in sources) + more, sources[0].shape
+    rows, start = tensors[0].new_empty(*shape[:3], heads, *shape[4:], dtype=state_dtype(x)), 0
+    for source in sources:
+        rows[:, :, :, start : start + source.shape[3]] = source
+        start += source.shape[3]
+    return rows.flatten(0, 2).flatten(1, 2)
 
 
-def _put(into: Tensor, rows: Tensor, span: _ChunkSpan, x: GatedInputs) -> None:
-    """Inverse of `_rows`: copy rows (B Hkv, N, R C, ·) into (B, T, heads, ·)."""
+def _put(into: Tensor, rows: Tensor, span: _Span, x: GatedInputs) -> None:
+    """Inverse of `_rows`: copy rows (Y, R C, ·) into (B, T, heads, ·)."""
     target = _by_chunks(into, span, x)
     target.copy_(rows.reshape(target.shape))
 
 
-def _by_chunks(tensor: Tensor, span: _ChunkSpan, x: GatedInputs) -> Tensor:
-    """View (B, Hkv, N, R, C, ·) of a span of (B, T, heads, ·)."""
-    chunks = tensor[:, span.tokens].unflatten(1, (-1, span.size)).unflatten(3, (x.k.shape[2], -1))
-    return chunks.permute(0, 3, 1, 4, 2, 5)
+def _by_chunks(tensor: Tensor, span: _Span, x: GatedInputs) -> Tensor:
+    """View (N, B, Hkv, R, C, ·) of a span of (B, T, heads, ·)."""
+    chunks = tensor[span.part.rows, span.tokens].unflatten(1, (-1, span.size)).unflatten(3, (x.k.shape[2], -1))
+    return chunks[:, :, :, span.part.heads].permute(1, 0, 3, 4, 2, 5)
 
 
 def _first_state(x: GatedInputs) -> Tensor:
     if x.state is not None:
-        return x.state.flatten(0, 1)
+        return x.state.flatten(0, 1).clone(memory_format=torch.contiguous_format)
     B, Hkv = _heads(x)
     return x.k.new_zeros(B * Hkv, x.k.shape[3], x.v.shape[3], dtype=state_dtype(x))
 
@@ -386,10 +423,15 @@ def state_dtype(x: GatedInputs) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-def _solve_unit_lower(lower: Tensor, x: Tensor) -> Tensor:
-    """Solve (1 + lower) y = x for a strictly lower triangular matrix."""
+def _solve_unit_lower(lower: Tensor, x: Tensor, *, transposed: bool = False) -> Tensor:
+    """Solve (1 + lower) y = x, or with its transpose, of a strictly lower triangular matrix, in place.
+
+    What `lower` has elsewhere is ignored.
+    """
     if not is_exporting():
-        return torch.linalg.solve_triangular(lower, x, upper=False, unitriangular=True)
+        matrix = lower.mT if transposed else lower
+        return torch.linalg.solve_triangular(matrix, x, upper=transposed, unitriangular=True, out=x)
+    assert not transposed
     # By products, which other runtimes know: forward substitution by halves.
     half = lower.shape[-1] // 2
     if not half:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longspan.ops.common.parts import Part, parts_in_cache
 from longspan.ops.common.torch_private import is_exporting
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 FLOOR = -1e30
 # Tokens in a chunk and in a group. Shorter chunks compute less, and launch more, which costs a GPU more.
 CHUNK, CPU_CHUNK, GROUP = 64, 32, 512
-# Features of queries, or values, of a group of chunks that are computed at once on a CPU: 1 MiB in float32.
-CACHED = 1 << 18
 # Logarithm of the largest feature of a query or key of FAVOR+, a whole number. Products of queries and keys that share
 # no large feature, e^−100 for inputs of order 10, are then representable in float32, and so are sums over 10^6 keys.
 FAVOR_LARGEST = 30.0
@@ -51,7 +50,7 @@ def forward(x: LinearInputs, problem: LinearProblem) -> tuple[Tensor, Tensor, Te
     M = kv.shape[2]
     starts, references = new_starts(x, problem)
     for span in _spans(x, problem):
-        i, here = span.group, span.sequences
+        i, here = span.group, span.part.sequences
         starts[i, here, :, :M], references[i, here] = kv[here], c[here]
         group = _Group.of(x, problem, span, c[here])
         query = feature_map.query(_rows(q, span, x), x.weight)[0]
@@ -110,7 +109,7 @@ def backward(
     M, d_total = d_kv.shape[2], torch.zeros_like(_total(x))
     inverse = _inverse(den, feature_map.log_largest)[..., None] if problem.normalize else None
     for span in reversed(_spans(x, problem)):
-        i, here = span.group, span.sequences
+        i, here = span.group, span.part.sequences
         group = _Group.of(x, problem, span, references[i, here])
         rows = _rows(q, span, x)
         query = feature_map.query(rows, weight)[0]
@@ -178,9 +177,7 @@ class _Span(NamedTuple):
     group: int
     tokens: slice
     size: int
-    rows: slice  # of the batch
-    heads: slice  # of the keys
-    sequences: slice  # of rows times heads
+    part: Part
 
 
 def _spans(x: LinearInputs, problem: LinearProblem) -> list[_Span]:
@@ -195,21 +192,9 @@ def _spans(x: LinearInputs, problem: LinearProblem) -> list[_Span]:
         width = min((T - start) // size, number) * size or T - start
         found.append((len(found), slice(start, start + width), min(size, width)))
         start += width
-    return [_Span(*group, *part) for part in _parts(x, min(T, size * number)) for group in found]
-
-
-def _parts(x: LinearInputs, tokens: int) -> list[tuple[slice, slice, slice]]:
-    """Rows, heads and sequences whose tensors of this many tokens fit in cache."""
-    (B, _, Hkv, _), H = x.k.shape, x.q.shape[2]
     assert x.kv is not None
-    if x.k.device.type != "cpu" or is_exporting():
-        return [(slice(None), slice(None), slice(None))]
-    step = max(1, CACHED // max(1, tokens * max(x.kv.shape[2], x.v.shape[3]) * H // Hkv))
-    if step < Hkv:
-        starts = [(b, h, min(step, Hkv - h)) for b in range(B) for h in range(0, Hkv, step)]
-        return [(slice(b, b + 1), slice(h, h + n), slice(b * Hkv + h, b * Hkv + h + n)) for b, h, n in starts]
-    step //= Hkv
-    return [(slice(b, b + step), slice(None), slice(b * Hkv, (b + step) * Hkv)) for b in range(0, B, step)]
+    numbers = min(T, size * number) * max(x.kv.shape[2], x.v.shape[3])
+    return [_Span(*group, part) for part in parts_in_cache(x.q, x.k, numbers) for group in found]
 
 
 def _group_size(x: LinearInputs, problem: LinearProblem) -> tuple[int, int]:
@@ -246,8 +231,8 @@ def _put_product(into: Tensor, rows: Tensor, factor: Tensor, span: _Span, x: Lin
 
 def _by_chunks(tensor: Tensor, span: _Span, x: LinearInputs) -> Tensor:
     """View (N, B, Hkv, G, C, ·) of a span of (B, T, heads, ·)."""
-    chunks = tensor[span.rows, span.tokens].unflatten(1, (-1, span.size)).unflatten(3, (x.k.shape[2], -1))
-    return chunks[:, :, :, span.heads].permute(1, 0, 3, 4, 2, 5)
+    chunks = tensor[span.part.rows, span.tokens].unflatten(1, (-1, span.size)).unflatten(3, (x.k.shape[2], -1))
+    return chunks[:, :, :, span.part.heads].permute(1, 0, 3, 4, 2, 5)
 
 
 class _Group(NamedTuple):
@@ -275,8 +260,8 @@ class _Group(NamedTuple):
         hidden = None
         if x.lengths is not None:
             slot = torch.arange(span.tokens.start, span.tokens.stop, device=k.device)
-            heads = len(range(x.k.shape[2])[span.heads])
-            hidden = (slot >= x.lengths[span.rows, None]).repeat_interleave(heads, 0)
+            heads = len(range(x.k.shape[2])[span.part.heads])
+            hidden = (slot >= x.lengths[span.part.rows, None]).repeat_interleave(heads, 0)
             hidden = hidden.unflatten(1, (-1, span.size)).transpose(0, 1).reshape(-1, span.size)
             f, v = (y.masked_fill(hidden[..., None], 0) for y in (f, v))
             beta = None if beta is None else beta.masked_fill(hidden, FLOOR)
