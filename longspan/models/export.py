@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from longspan.models.residual import StackState
 from longspan.models.transformer import LanguageModel
+from longspan.utils import check_integer
 
 EXTEND, STEP, STATE, DESCRIPTION = "extend.onnx", "step.onnx", "state.safetensors", "graphs.json"
 
@@ -59,9 +60,8 @@ def export_programs(
     """
     if not isinstance(model, LanguageModel) or not model.config.causal:
         raise ValueError(f"only causal language models are exported with their state, got a {type(model).__name__}")
-    for name, value in (("chunk", chunk), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    check_integer("chunk", chunk, 1)
+    check_integer("batch_size", batch_size, 1)
     tokens = torch.zeros(batch_size, chunk, dtype=torch.int64)
     training = model.training
     model.eval()

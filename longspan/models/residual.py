@@ -268,7 +268,7 @@ class ResidualBranch(nn.Module):
         if T == 1 and layout.key_mask is None:
             index = torch.arange(B, device=x.device) * s + layout.position[:, 0] % s
             out, row = self.layer.extend(x, state.select(index))
-            return out, _put(state, index, row)
+            return out, _replace_rows(state, index, row)
         fold = AxialFold.of(layout, s, B, T)
         out, state = self.layer.extend(fold(x), state, _layout=fold.layout)
         return fold.back(out), state
@@ -723,7 +723,7 @@ def _with_length(state: S, length: Tensor) -> S:
     return replace(state, **changed)
 
 
-def _put(state: State, index: Tensor, rows: State) -> State:
+def _replace_rows(state: State, index: Tensor, rows: State) -> State:
     """Replace rows as `State.put` does; without gradients in place, so that the other rows are not copied."""
     old, new = state.tensors(), rows.tensors()
     if torch.is_grad_enabled() or any(x.shape[1:] != new[name].shape[1:] for name, x in old.items()):
