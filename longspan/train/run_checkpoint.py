@@ -74,20 +74,24 @@ def save(
         more: Entries to add to `config.json`.
         adapter: Writes the LoRA adapter of the model into a folder.
     """
-    beside = [] if tokenizer is None else [tokenizer.parent / name for name in TOKENIZER_SETTINGS]
-    settings = [path for path in beside if path.is_file()]
-    names = (*_NAMES, *(path.name for path in settings))
-    with replace_folder(run / LAST, names, mark=TRAINING, keep=keep) as partial:
+    files = _tokenizer_files(tokenizer)
+    with replace_folder(run / LAST, (*_NAMES, *files), mark=TRAINING, keep=keep) as partial:
         known = write(model, partial, more)
         torch.save(training, partial / TRAINING)
         if adapter is not None:
             adapter(partial)
-        if tokenizer is not None:
-            shutil.copyfile(tokenizer, partial / TOKENIZER)
-        for path in settings:
-            shutil.copyfile(path, partial / path.name)
+        for name, path in files.items():
+            shutil.copyfile(path, partial / name)
         write_checksums(partial, known)
     _copy_description(run)
+
+
+def _tokenizer_files(tokenizer: Path | None) -> dict[str, Path]:
+    """Return the file of a tokenizer and the settings beside it, by their names in a checkpoint."""
+    if tokenizer is None:
+        return {}
+    beside = {name: tokenizer.parent / name for name in TOKENIZER_SETTINGS}
+    return {TOKENIZER: tokenizer} | {name: path for name, path in beside.items() if path.is_file()}
 
 
 def _copy_description(run: Path) -> None:
@@ -103,38 +107,38 @@ class ShardedCheckpoint:
 
     Args:
         run: The folder of the run.
+        tokenizer: The tokenizer file of the run, to copy with the settings beside it.
         keep: Keep the last checkpoint as the previous one. False: replace it.
 
     Attributes:
         folder: Where the shards are written.
     """
 
-    def __init__(self, run: Path, *, keep: bool) -> None:
+    def __init__(self, run: Path, tokenizer: Path | None, *, keep: bool) -> None:
         self.folder = partial_folder(run / LAST)
         self._run, self._keep, self._stack = run, keep, ExitStack()
+        self._files = _tokenizer_files(tokenizer)
 
     def open(self) -> None:
         """Create the folder; the main process does this."""
-        self._stack.enter_context(replace_folder(self._run / LAST, _NAMES, mark=TRAINING, keep=self._keep))
+        names = (*_NAMES, *self._files)
+        self._stack.enter_context(replace_folder(self._run / LAST, names, mark=TRAINING, keep=self._keep))
 
-    def finish(
-        self, digests: dict[str, str], description: dict[str, Any], training: dict[str, Any], tokenizer: Path | None
-    ) -> None:
+    def finish(self, digests: dict[str, str], description: dict[str, Any], training: dict[str, Any]) -> None:
         """Write the other files and replace the last checkpoint; the main process does this after the shards.
 
         Args:
             digests: The SHA-256 of each shard file.
             description: What `longspan.models.checkpoint.describe` returned for the model.
             training: The rest of the state.
-            tokenizer: The tokenizer file of the run, to copy.
         """
         with self._stack:
             (self.folder / CONFIG).write_text(
                 json.dumps(description | {"sha256": {}}, indent=2) + "\n", encoding="utf-8"
             )
             torch.save(training, self.folder / TRAINING)
-            if tokenizer is not None:
-                shutil.copyfile(tokenizer, self.folder / TOKENIZER)
+            for name, path in self._files.items():
+                shutil.copyfile(path, self.folder / name)
             write_checksums(self.folder, digests)
         _copy_description(self._run)
 

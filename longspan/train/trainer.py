@@ -577,13 +577,13 @@ class Trainer:
         """Start to write a checkpoint in all processes."""
         self._finish_saving()
         training = self._training_state() | {"optimizer": None}
-        checkpoint = run_checkpoint.ShardedCheckpoint(self.folder, keep=keep)
+        checkpoint = run_checkpoint.ShardedCheckpoint(self.folder, self._tokenizer, keep=keep)
         setup.main_process_first(
             self.accelerator, lambda: checkpoint.open() if self.accelerator.is_main_process else None
         )
 
         def finish(digests: dict[str, str]) -> None:
-            checkpoint.finish(digests, self._description, training, self._tokenizer)
+            checkpoint.finish(digests, self._description, training)
 
         self._saver.save(checkpoint.folder, self.model, self.optimizer.optimizer, finish)
 

@@ -23,10 +23,11 @@ from training import ElasticRun, arguments, longspan, metrics, ranks, trained, w
 
 from longspan.distributed.mesh import MeshShape
 from longspan.distributed.rendezvous import agree_on_prefix
-from longspan.models.checkpoint import load
+from longspan.models.checkpoint import LAST, load
 from longspan.models.sharded import ShardReader
 from longspan.train.config import resolve
 from longspan.train.data.batches import BatchShape
+from longspan.train.run_checkpoint import ShardedCheckpoint
 from longspan.train.run_folder import check_shared
 from longspan.train.setup import make_mesh
 
@@ -248,6 +249,19 @@ def test_processes_of_an_attempt_agree_apart_from_those_before() -> None:
             assert not store.check([f"{prefixes.pop()}/seen"])
     with pytest.raises(TimeoutError, match=r"process 0 waited 0 s for the other processes: start all 2"):
         agree_on_prefix(dist.HashStore(), 0, 2, 0.05)
+
+
+def test_a_sharded_checkpoint_has_the_chat_template_of_the_tokenizer(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (source / name).write_text(name)
+    for step in range(2):  # The second replaces the first.
+        checkpoint = ShardedCheckpoint(tmp_path, source / "tokenizer.json", keep=False)
+        checkpoint.open()
+        checkpoint.finish({}, {}, {"step": step})
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / LAST / name).read_text() == name
 
 
 # A loss that diverges while a checkpoint is being written, slowly.
