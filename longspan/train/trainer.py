@@ -603,7 +603,7 @@ class Trainer:
             "step": self.step,
             "tokens": self.tokens,
             "seconds": self.timer.seconds,
-            "window": self._unlogged,
+            "window": list(self._unlogged),  # Sharded checkpoints are written while the run goes on.
             "recent": list(self._recent),
             "mark": list(self._last_record),
             "position": self.batches.state_dict(),

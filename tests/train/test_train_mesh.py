@@ -264,20 +264,22 @@ def test_a_sharded_checkpoint_has_the_chat_template_of_the_tokenizer(tmp_path: P
         assert (tmp_path / LAST / name).read_text() == name
 
 
-# A loss that diverges while a checkpoint is being written, slowly.
+# A loss that diverges in the step after a checkpoint, while this is being written, slowly.
 DIVERGE = """
 import time
 from longspan.train.run_checkpoint import ShardedCheckpoint
 from longspan.train.trainer import Trainer
 finish, after = ShardedCheckpoint.finish, Trainer._after_step
 def slowly(self, *rest):
-    time.sleep(1)
+    time.sleep(2)
     finish(self, *rest)
 def diverge(self):
+    if self.step == 3:
+        self.read_loss()
+        raise self._bad_batch(3, "the loss has diverged")
     after(self)
     if self.step == 2:
         self._save()
-        raise self._bad_batch(2, "the loss has diverged")
 ShardedCheckpoint.finish, Trainer._after_step = slowly, diverge
 """
 
@@ -287,6 +289,7 @@ def test_a_run_that_stops_completes_its_checkpoint(corpus: Path, tmp_path: Path)
     run_ranks(2, corpus, tmp_path / "run", status=3, before=DIVERGE, **SETTINGS, mesh="cp=2")
     saved = torch.load(tmp_path / "run" / "checkpoint" / "training.pt", weights_only=True)
     assert saved["step"] == 2
+    assert saved["window"] == []  # not the loss of step 3, for which resuming would remove the metrics of step 2
     assert not (tmp_path / "run" / ".checkpoint.partial").exists()
 
 
