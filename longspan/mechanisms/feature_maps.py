@@ -154,7 +154,7 @@ class Generalized(RandomFeatures):
     ) -> None:
         super().__init__(head_dim, num_features, row_norms)
         self.activation, self.floor = activation, epsilon
-        self.positive = epsilon >= 0 and (activation in POSITIVE or isinstance(activation, POSITIVE_MODULES))
+        self.positive = activation in POSITIVE or isinstance(activation, POSITIVE_MODULES)
 
     def query(self, q: Tensor) -> Tensor:
         return self.activation(self._projected(q)) + self.floor

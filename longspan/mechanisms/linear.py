@@ -42,6 +42,7 @@ from longspan.ops.linear import (
     choose_algorithm,
     no_sums,
     sum_dtype,
+    sum_products,
     why_not_triton_bidirectional,
 )
 from longspan.ops.linear.torch import running_max, safe_divide
@@ -203,7 +204,7 @@ class LinearAttention(Mechanism):
                 return self._scaled(bidirectional_linear(query, key, v, key_mask=key_mask, **options))
         if self.normalize == "feature":
             weights = self.feature_map.shares(k.to(sum_dtype(k)), key_mask)
-            kv = torch.einsum("bshm,bshe->bhme", weights, v.to(weights.dtype))
+            kv = sum_products(weights, v.to(weights.dtype))
             query = self.feature_map.query(q.to(weights.dtype))
             return self._scaled(attend_sums(query, Sums(kv, kv[..., 0], kv[..., 0, 0]), "none").to(q.dtype))
         f, scale, v = self._keys(k, v, key_mask, sum_dtype(k))

@@ -71,6 +71,8 @@ class PerformerAttention(LinearAttention):
         if redraw_interval is not None and redraw_interval < 1:
             raise ValueError(f"redraw_interval must be positive, or None for never, got {redraw_interval}")
         choose("row_norms", row_norms, ("sampled", "unit"))
+        if epsilon is not None and epsilon < 0:
+            raise ValueError(f"epsilon must not be negative, got {epsilon}")
         number = num_features or NUM_FEATURES
         feature_map: FeatureMap
         if kernel == "softmax":
@@ -82,6 +84,8 @@ class PerformerAttention(LinearAttention):
         else:
             if isinstance(kernel, str):
                 kernel = ACTIVATIONS[choose("kernel", kernel, ["softmax", *ACTIVATIONS])]
+            elif not callable(kernel) or isinstance(kernel, type):
+                raise ValueError(f"kernel must be a name or a function such as torch.relu or nn.ReLU(), got {kernel!r}")
             options: dict[str, Any] = {"row_norms": row_norms, "epsilon": 1e-3 if epsilon is None else epsilon}
             drawn = number if projection else None
             if kernel is torch.exp:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import refused
 from input_cases import ALL, B, D, H, S, T, build, inputs
+from torch import nn
 
 from longspan import Packing, Projection, build_mechanism
 
@@ -354,6 +355,10 @@ def test_bad_sizes(arguments: dict, says: tuple[str, ...]) -> None:
         ("local", {"window": 3.5}, ("window must be a number of keys or (back, ahead)", "got 3.5")),
         ("linear", {"feature_map": "softmax", "normalize": "none"}, ("exponentials", 'use normalize="query"')),
         ("performer", {"epsilon": 1e-4, "normalize": "feature"}, ("with an epsilon needs normalize",)),
+        ("performer", {"epsilon": -1e-4}, ("epsilon must not be negative", "got -0.0001")),
+        ("performer", {"kernel": "exp", "epsilon": -1.0}, ("epsilon must not be negative", "got -1.0")),
+        ("performer", {"kernel": nn.ReLU}, ("kernel must be a name or a function", "nn.ReLU()", "got <class")),
+        ("performer", {"kernel": 3}, ("kernel must be a name or a function", "got 3")),
         ("performer", {"num_features": 0}, ("num_features must be positive", "got 0")),
         ("performer", {"num_features": 8, "projection": False}, ("needs projection=True", "got 8")),
         ("performer", {"epsilon": 0.1, "projection": False}, ("epsilon belongs to random features", "got 0.1")),

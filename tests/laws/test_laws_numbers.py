@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from helpers import (
@@ -19,7 +22,7 @@ from helpers import (
     poisoned,
     require_gradients,
 )
-from torch import nn
+from torch import Tensor, nn
 from truths import has_truth, truth
 
 from longspan.ops.linear import reference
@@ -179,3 +182,34 @@ def test_as_precise_as_plain_torch(case: Case, dtype: torch.dtype, causal: bool)
     exact = truth(case, m.double(), *(x.double() for x in qkv), causal=causal)
     m.to(dtype)
     assert_close_to_truth(m(*qkv, causal=causal), truth(case, m, *qkv, causal=causal), exact)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_features": 512},
+        {"num_features": 1024},
+        {"num_features": 1024, "epsilon": 1e-3},
+        {"num_features": 1024, "normalize": "feature"},
+    ],
+    ids=str,
+)
+def test_sums_over_many_features_are_as_precise(options: dict[str, Any]) -> None:
+    """Outputs and gradients of bidirectional attention with many more features than keys: the mean of eight draws."""
+    case, f32, f64 = Case("performer", options), torch.float32, torch.float64
+    error, allowed = torch.zeros(4, dtype=f64), torch.zeros(4, dtype=f64)
+    for _ in range(8):
+        m, qkv = case.build(f32), case.inputs(dtype=f32)
+        d_out = torch.randn(B, T, case.num_heads, case.value_dim)
+
+        def results(attend: Any, dtype: torch.dtype) -> list[Tensor]:
+            x = [y.to(dtype).requires_grad_() for y in qkv]  # noqa: B023
+            out = attend(*x)
+            return [y.double() for y in (out, *torch.autograd.grad(out, x, d_out.to(dtype)))]  # noqa: B023
+
+        ours, plain = results(m, f32), results(partial(truth, case, m), f32)
+        exact = results(partial(truth, case, m.double()), f64)
+        error += torch.stack([(x - y).abs().max() for x, y in zip(ours, exact, strict=True)])
+        allowed += torch.stack([2 * (x - y).abs().max() for x, y in zip(plain, exact, strict=True)])
+        allowed += torch.stack([y.abs().max() * torch.finfo(f32).eps for y in exact])
+    assert (error <= allowed).all(), f"errors of out, d_q, d_k, d_v over those allowed: {(error / allowed).tolist()}"

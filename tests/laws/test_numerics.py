@@ -10,6 +10,7 @@ from helpers import assert_same
 from torch import Tensor, nn
 
 from longspan import Mechanism, Packing, build_mechanism
+from longspan.ops.linear import causal_linear
 from longspan.ops.linear.torch import MAPS
 from longspan.testing import LAWS
 from longspan.testing.compare import draw_inputs, tokens, without_queries
@@ -98,6 +99,27 @@ def test_large_inputs_at_64_are_weighed(options: dict[str, Any]) -> None:
     for causal in (True, False):
         grads = torch.autograd.grad(m(*inputs, causal=causal).square().sum(), inputs)
         assert all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("tokens_before", [0, 1, 40])
+def test_keys_beyond_the_range_of_float32_have_no_weight(tokens_before: int) -> None:
+    """An earlier key e^−300 times the later one, whose features the query shares, in its chunk, an earlier one or the
+    state.
+    """
+    q = torch.tensor([1e13, 1.0]).expand(1, 42, 1, 2)
+    k = torch.tensor([1e13, 0.0]).repeat(1, 42, 1, 1)
+    k[:, -1] = torch.tensor([0.0, 1e-20])
+    scale = torch.full((1, 42, 1), -300.0)
+    scale[:, -1] = 0.0
+    v = torch.zeros(1, 42, 1, 1)
+    v[:, -1] = 1.0
+    sums = None
+    if tokens_before:
+        sums = causal_linear(*(x[:, :tokens_before] for x in (q, k, v)), log_scale=scale[:, :tokens_before])[1]
+    rest = (x[:, tokens_before:] for x in (q, k, v))
+    out, _ = causal_linear(*rest, log_scale=scale[:, tokens_before:], sums=sums)
+    assert out[0, -1] == 1
+    assert not out[0, :-1].any()
 
 
 def test_an_overflowing_product_with_a_later_key_stays_later() -> None:

@@ -50,6 +50,7 @@ __all__ = [
     "divide",
     "no_sums",
     "sum_dtype",
+    "sum_products",
     "why_not_triton",
     "why_not_triton_bidirectional",
 ]
@@ -57,6 +58,9 @@ __all__ = [
 
 # Features of a projection that the kernels process in tiles.
 MOST_FEATURES = 1024
+# Features that one product of many tokens sums over. Products of small matrices on a CPU add them one by one, which is
+# less precise than eager PyTorch's sums over the keys where there are several times as many features.
+SUMMED_FEATURES = 64
 
 
 class Sums(NamedTuple):
@@ -394,12 +398,24 @@ def no_sums(batch_size: int, num_heads: int, num_features: int, value_dim: int, 
 def accumulate(sums: Sums, f: Tensor, v: Tensor, log_scale: Tensor | None) -> Sums:
     """Return the sums after key features f (B, S, Hkv, M) of log scale (B, S, Hkv) and values v (B, S, Hkv, E)."""
     if log_scale is None:
-        return Sums(sums.kv + einsum("bshm,bshe->bhme", f, v), sums.z + f.sum(1), sums.shift)
+        return Sums(sums.kv + sum_products(f, v), sums.z + f.sum(1), sums.shift)
     shift = maximum(sums.shift, log_scale.amax(1))
     f = f * (log_scale - shift[:, None]).exp()[..., None]
     decay = (sums.shift - shift).exp()[..., None]
-    kv = decay[..., None] * sums.kv + einsum("bshm,bshe->bhme", f, v)
+    kv = decay[..., None] * sums.kv + sum_products(f, v)
     return Sums(kv, decay * sums.z + f.sum(1), shift)
+
+
+def sum_products(f: Tensor, v: Tensor) -> Tensor:
+    """Return Σ f vᵀ over the keys, (B, Hkv, M, E), of features f (B, S, Hkv, M) and values v (B, S, Hkv, E)."""
+    # In parts, for the gradient of v, which sums over the features.
+    parts = f.split(_summed_features(f), -1)
+    return cat([einsum("bshm,bshe->bhme", part, v) for part in parts], 2)
+
+
+def _summed_features(x: Tensor) -> int:
+    """Return how many features of x (B, T, ..., M) a product sums over; for one token, calls cost more than sums."""
+    return SUMMED_FEATURES if x.shape[1] > 1 else x.shape[-1]
 
 
 def attend_sums(
@@ -415,11 +431,18 @@ def attend_sums(
         log_largest: Logarithm of the largest feature.
     """
     q = query.unflatten(2, (sums.kv.shape[1], -1))  # (B, T, Hkv, G, M)
-    if normalize == "none":
-        return einsum("bthgm,bhme->bthge", q, sums.kv).flatten(2, 3)
+    kv = sums.kv
     if normalize == "feature":
-        return einsum("bthgm,bhme->bthge", q, safe_divide(sums.kv, sums.z[..., None])).flatten(2, 3)
-    out = einsum("bthgm,bhme->bthge", q, cat([sums.kv, sums.z[..., None]], -1))
+        kv = safe_divide(kv, sums.z[..., None])
+    elif normalize == "query":
+        kv = cat([kv, sums.z[..., None]], -1)
+    size = _summed_features(query)
+    first, *rest = zip(q.split(size, -1), kv.split(size, 2), strict=True)
+    out = einsum("bthgm,bhme->bthge", *first)
+    for part in rest:
+        out += einsum("bthgm,bhme->bthge", *part)
+    if normalize != "query":
+        return out.flatten(2, 3)
     if constant is not None:
         out = out + q.sum(-1, keepdim=True) * constant[:, None, :, None]
     return divide(out[..., :-1], out[..., -1], log_largest).flatten(2, 3)

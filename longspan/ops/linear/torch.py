@@ -365,10 +365,11 @@ def running_max(x: Tensor) -> Tensor:
 
 
 def _factor(x: Tensor) -> Tensor:
-    """Return exp(x), in place, with x clamped: above 0, where the pair is masked, to 1, and far below 0 to the smallest
-    normal number, because `exp` is slow for denormal results.
+    """Return exp(x), in place, with x clamped above 0, where the pair is masked.
+
+    Not clamped below: a product of features of FAVOR+ may be e^60, so that the smallest normal number times it counts.
     """
-    return x.clamp_(min=math.log(torch.finfo(x.dtype).tiny), max=0.0).exp_()
+    return x.clamp_(max=0.0).exp_()
 
 
 # (x (..., D), weight) -> features (..., M) and their log scale (...).
