@@ -67,7 +67,7 @@ class RecallOptions:
     heads: int | None = None
     """Number of heads. By default 2; 4 for listops."""
     conv_size: int | None = None
-    """Width of the convolution over queries, keys and values, 0 for none. By default 4; 0 for parity and listops."""
+    """Width of the convolution over queries, keys and values, 0 for none. By default 4; 0 for parity."""
     out_norm: bool | None = None
     """Normalize each head's output. By default true."""
     out_gate: OutGate | None = None
