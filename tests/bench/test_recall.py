@@ -214,6 +214,16 @@ def test_the_first_token_tells_the_class() -> None:
     assert torch.equal(logits, outputs[0][:, 0])
 
 
+@pytest.mark.parametrize("name", [name for name in mechanisms(2, 8, 17) if name.startswith(("decay", "delta"))])
+def test_gated_classifiers_tell_a_list_from_its_reverse(name: str) -> None:
+    """Sums of both directions alike would have the same outputs in reverse, and no depth of nesting."""
+    layer = replace(TINY, depth=2 if "/" in name else 1, conv_size=0)
+    model = Classifier(model_config(ListOps(17), mechanisms(2, 8, 17)[name], layer)).eval()
+    tokens = torch.randint(1, 16, (2, 17))
+    out, back = model(tokens), model(tokens.flip(1)).flip(1)
+    assert (out - back).norm() > 0.01 * out.norm()
+
+
 def test_hybrids_by_layers_have_a_window_in_every_other_layer() -> None:
     model = LanguageModel(model_config(Needle(64), mechanisms(2, 8, 64)["delta-head/local"], replace(TINY, depth=4)))
     found = [type(layer.mechanism).__name__ for layer in model.modules() if isinstance(layer, Attention)]
@@ -226,7 +236,7 @@ def test_tasks_have_layers_of_their_own_unless_given(tmp_path: Path) -> None:
     assert {task: default.recipe(task).layer for task in everything} == {
         **dict.fromkeys(everything, LayerOptions()),
         "parity": LayerOptions(depth=1, conv_size=0),
-        "listops": LayerOptions(depth=4, heads=4, conv_size=0),
+        "listops": LayerOptions(depth=4, heads=4),
     }
     given = LayerOptions(24, 3, 1, conv_size=3)
     chosen = RecallOptions(tasks=everything, **vars(given))

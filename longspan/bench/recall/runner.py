@@ -66,7 +66,7 @@ class RecallOptions:
     heads: int | None = None
     """Number of heads. By default 2; 4 for listops."""
     conv_size: int | None = None
-    """Width of the convolution over queries, keys and values, 0 for none. By default 4; 0 for parity and listops."""
+    """Width of the convolution over queries, keys and values, 0 for none. By default 4; 0 for parity."""
     gate_noise: float | None = None
     """Standard deviation of noise added to the mechanisms' gates in training. By default 2 for parity, 0 otherwise."""
     compile: bool = False

@@ -161,8 +161,7 @@ def _listops(length: int) -> Recipe:
         train_tokens=96_000 * length,
         lrs=(1e-3, 3e-3),
         length_buckets=8,
-        # A convolution learned no faster on short lists.
-        layer=LayerOptions(depth=4, heads=4, conv_size=0),
+        layer=LayerOptions(depth=4, heads=4),
     )
 
 
@@ -195,10 +194,12 @@ def model_config(score: SyntheticTask, spec: Spec, layer: LayerOptions) -> Model
     bidirectional and read the class from the first token, as BERT does. None has embeddings of positions.
     """
     causal = score.num_classes is None
+    # Bidirectional `decay` and `delta` sum both directions alike: rotation tells a token before from one after.
+    rotated = ("softmax", "local") if causal else ("softmax", "local", "decay", "delta")
     attention = AttentionConfig(
         num_heads=layer.heads,
         mechanism=spec,
-        rotary={"softmax": "halves", "local": "halves"},
+        rotary=dict.fromkeys(rotated, "halves"),
         conv_size=layer.conv_size,
         out_norm=True,
         out_gate="silu",
