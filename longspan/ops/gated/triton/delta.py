@@ -1164,6 +1164,7 @@ class _DeltaBackward(_DeltaPlan):
                 gated_delta_backward_decay_kernel, programs, scalars, "q k v d", 4 if S.BD <= 128 else 8, 1
             )
         needed = 4 * (self.workspace.size + X * self.T * ((S.D + S.E) if self.group > 1 else 0))
+        # Shared memory is enough for one program with wide heads.
         resident = processors(device) * (1 if self.bf16 and S.BD > 128 else 4)
         self.rows_at_once = self.B
         if self.segments == 1:
