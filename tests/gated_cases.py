@@ -117,7 +117,7 @@ def by_kernels(case: Case, given: Arguments) -> tuple[Tensor | None, ...]:
     problem = GatedProblem(case.delta, 0.7, triton_algorithm(x, case.delta))
     kernels = _kernels(problem.algorithm)
     out, state, saved = kernels.forward(x, problem)
-    assert saved.numel() == kernels.saved_size(x, problem)
+    assert saved.numel() <= kernels.saved_size(x, problem)
     return out, state, *kernels.backward(GatedSaved(d_out, d_state, saved), x, problem)
 
 

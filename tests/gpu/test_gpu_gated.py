@@ -9,7 +9,9 @@ import pytest
 import torch
 from gated_cases import NAMES, Case, arguments, by_kernels, check, check_sums, with_time_steps
 
-from longspan.ops.gated import GatedInputs, choose_algorithm, gated_linear
+from longspan.ops.common import plans
+from longspan.ops.gated import GatedInputs, _kernels, choose_algorithm, gated_linear
+from longspan.ops.gated.triton import ALGORITHMS
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -104,3 +106,41 @@ def test_memory() -> None:
     torch.autograd.grad(out, leaves, d_out)
     least = 2 * sum(y.nbytes for y in (*leaves, out))
     assert torch.cuda.max_memory_allocated() <= 1.6 * least
+
+
+@pytest.mark.parametrize("D", [16, 256])
+@pytest.mark.parametrize(("delta", "decay"), [(True, "channel"), (False, "channel"), (True, "head"), (False, "head")])
+def test_two_rows_at_once(delta: bool, decay: str, D: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 261 tokens rows of β and marks of chunks are not aligned to 16 bytes."""
+    case = Case(T=261, B=3, H=D // 4, Hkv=D // 4, D=D, E=D, delta=delta, decay=decay)
+    given = arguments(case, torch.bfloat16, "cuda")
+    expected = by_kernels(case, given)
+    plans.clear()
+    for name in ALGORITHMS:
+        monkeypatch.setattr(_kernels(name), "rows_at_once", lambda rows, *_: min(rows, 2))
+    for _ in range(2):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(by_kernels(case, given), expected, strict=True))
+    plans.clear()
+
+
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_memory_of_wide_heads(decay: str) -> None:
+    case = Case(T=8192, B=4, H=8, Hkv=8, D=256, E=256, delta=True, decay=decay, state=False)
+    d_out, _, x = arguments(case, torch.bfloat16, "cuda")
+    leaves = [y.requires_grad_() for y in x if y is not None]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, _ = gated_linear(x.q, x.k, x.v, log_decay=x.log_decay, beta=x.beta, delta=True)
+    torch.autograd.grad(out, leaves, d_out)
+    given = sum(y.nbytes for y in (*leaves, out))
+    assert given + torch.cuda.max_memory_allocated() - before <= 1.6 * 2 * given
+
+
+def test_more_rows_than_a_grid_has_programs_for() -> None:
+    x = torch.randn(65537, 3, 1, 16, device="cuda").bfloat16().requires_grad_()
+    last = x[-5:].detach().requires_grad_()
+    assert choose_algorithm(GatedInputs(x, x, x, None, None, None), False) == "decay"
+    (out, state), (expected, after) = gated_linear(x, x, x), gated_linear(last, last, last)
+    assert torch.equal(out[-5:], expected)
+    assert torch.equal(state[-5:], after)
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0][-5:], torch.autograd.grad(expected.sum(), last)[0])

@@ -189,6 +189,14 @@ def test_backward_uses_what_is_saved_and_leaves_it() -> None:
 
 
 @interpreted
+def test_the_kernels_are_a_proper_operator() -> None:
+    _, _, x = arguments(replace(DELTA, T=3), torch.float32, "cpu")
+    leaves = [y.requires_grad_() for y in x]
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.longspan.gated_linear.default, (*leaves, True, 0.5, "delta"), test_utils=tests)
+
+
+@interpreted
 def test_direct_and_traced_calls_agree() -> None:
     d_out, d_state, x = arguments(replace(DELTA, T=37), torch.float32, "cpu")
     results = []

@@ -89,7 +89,7 @@ LAYERS: list[dict[str, Any]] = [
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile as for a GPU, with these kernels and no others."""
-    names = {name: getattr(dispatch, name) for name in ("recording", "DTYPES", "LARGEST", "large_axis")}
+    names = {name: getattr(dispatch, name) for name in ("recording", "DTYPES", "LARGEST", "LARGEST_AXIS", "large_axis")}
     monkeypatch.setattr(heads, "dispatch", SimpleNamespace(unavailable=lambda _: None, **names))
     monkeypatch.setattr("longspan.models.layers.compiled_for_gpu", lambda x: torch.compiler.is_compiling())
 

@@ -1,4 +1,4 @@
-"""What is too large for the kernels: strides whose offsets overflow, and grids of more programs than CUDA takes."""
+"""What is too large for a kernel: strides whose offsets overflow, and grids of more programs than CUDA takes."""
 
 from __future__ import annotations
 
@@ -45,14 +45,12 @@ def linformer(q: Tensor) -> CompressedProblem:
 
 
 Why = Callable[[Tensor], str | None]
-# Operations and the batch rows of two heads up to which they have kernels.
-AXES: dict[str, tuple[Why, int]] = {
-    "compressed": (lambda q: compressed.why_not_triton(q, q.dtype, linformer(q)), 32767),
-    "causal linformer": (lambda q: compressed.why_not_triton_causal(q, q, q, 64), 32767),
-    "features": (lambda q: features.why_not_triton(q, q, 128), 32767),
-    "normalizer": (lambda q: normalizer.why_not_triton(q, q, "elu"), 32767),
-    "merge": (lambda q: merge.why_not_triton(q, q), 32767),
-    "decay": (lambda q: gated.why_not_triton(gated.GatedInputs(q, q, q, None, None, None), False), 65535),
+OPERATIONS: dict[str, Why] = {
+    "compressed": lambda q: compressed.why_not_triton(q, q.dtype, linformer(q)),
+    "causal linformer": lambda q: compressed.why_not_triton_causal(q, q, q, 64),
+    "features": lambda q: features.why_not_triton(q, q, 128),
+    "normalizer": lambda q: normalizer.why_not_triton(q, q, "elu"),
+    "merge": lambda q: merge.why_not_triton(q, q),
 }
 
 
@@ -65,11 +63,20 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("name", AXES)
-def test_many_rows_have_no_kernels(name: str) -> None:
-    why, most = AXES[name]
-    assert why(meta(most, 256, 2, 64)) is None
-    assert "the kernels take up to 65535" in str(why(meta(most + 1, 256, 2, 64)))
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_many_rows_have_kernels_and_many_heads_have_none(name: str) -> None:
+    why = OPERATIONS[name]
+    assert why(meta(2**20, 256, 2, 64)) is None
+    assert why(meta(1, 256, 65535, 64)) is None
+    assert "heads; the kernels take up to 65535" in str(why(meta(1, 256, 65536, 64)))
+
+
+@pytest.mark.usefixtures("cuda")
+def test_what_explain_records_of_many_rows() -> None:
+    q = meta(70000, 256, 2, 64)
+    assert gated.gated_linear(q, q, q)[0].shape == q.shape
+    assert dispatch.recording is not None
+    assert dispatch.recording.decisions == [dispatch.Decision("gated linear attention", "decay", None)]
 
 
 @pytest.mark.usefixtures("cuda")
@@ -86,7 +93,7 @@ def test_many_chunks_have_no_kernels(dtype: torch.dtype, chunk: int) -> None:
 @pytest.mark.usefixtures("cuda")
 def test_many_tokens_have_no_kernels() -> None:
     def why(T: int) -> str | None:
-        return heads.why_not_triton(meta(1, T, 192), (meta(64), meta(64)), (1,), (False,), None)
+        return heads.why_not_triton(meta(2, T, 192), (meta(64), meta(64)), (1,), (False,), None)
 
     assert why(65535 * 32) is None
     assert why(65535 * 32 + 1) == "65536 tiles of 32 tokens; the kernels take up to 65535"

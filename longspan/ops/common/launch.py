@@ -206,6 +206,12 @@ def shared_memory_kb(device: int) -> int:
     return 227 if capability[0] in (9, 10) else 163 if capability in ((8, 0), (8, 7)) else 99
 
 
+@lru_cache
+def processors(device: int) -> int:
+    """Number of multiprocessors; Triton's interpreter runs one program after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 4
+
+
 _NO_CHANGE = contextlib.nullcontext()
 
 

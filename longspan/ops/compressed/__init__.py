@@ -12,6 +12,7 @@ from torch import dtype as DType
 
 from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, group, lazy_module, refuse_forward_mode
+from longspan.ops.common.batches import split_batch
 from longspan.ops.compressed import fused
 from longspan.ops.compressed.fused import CompressedProblem as CompressedProblem
 from longspan.ops.compressed.torch import HAS_FLOAT32_RESULTS
@@ -36,9 +37,14 @@ def compressed_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     if dispatch.recording is not None:
         return q.new_empty(*q.shape[:3], v.shape[3])
-    if is_grad_enabled():
-        return fused.attention(q, k, v)
-    return fused.kernels().forward(q, k, v, q.shape[3] ** -0.5)[0]
+
+    def run(q: Tensor, k: Tensor, v: Tensor | None) -> tuple[Tensor]:
+        v = k if v is None else v
+        if is_grad_enabled():
+            return (fused.attention(q, k, v),)
+        return (fused.kernels().forward(q, k, v, q.shape[3] ** -0.5)[0],)
+
+    return split_batch(run, dispatch.LARGEST_AXIS // k.shape[1], q, k, None if v is k else v)[0]
 
 
 def linformer_attention(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor) -> Tensor:
@@ -56,7 +62,11 @@ def linformer_attention(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor) -
     """
     if dispatch.recording is not None:
         return q.new_empty(*q.shape[:3], v.shape[3])
-    return fused.projected_attention(q, k, v, e, f)
+
+    def run(q: Tensor, k: Tensor, v: Tensor | None) -> tuple[Tensor]:
+        return (fused.projected_attention(q, k, k if v is None else v, e, f),)
+
+    return split_batch(run, dispatch.LARGEST_AXIS // k.shape[2], q, k, None if v is k else v)[0]
 
 
 def linformer_layer(
@@ -89,10 +99,15 @@ def linformer_layer(
     weights = w_q, w_kv, table, w_out, bias, problem, dtype
     if dispatch.recording is not None:
         return x.new_empty(*x.shape[:2], len(w_out), dtype=dtype)
+
+    def run(x: Tensor) -> tuple[Tensor]:
+        return (fused.layer(x, *weights),)
+
+    rows = dispatch.LARGEST_AXIS // problem.num_kv_heads
     if not is_autocast_enabled("cuda"):
-        return fused.layer(x, *weights)
+        return split_batch(run, rows, x)[0]
     with autocast("cuda", enabled=False):
-        return fused.layer(x, *weights)
+        return split_batch(run, rows, x)[0]
 
 
 def why_not_triton(x: Tensor, dtype: DType, problem: CompressedProblem) -> str | None:
@@ -116,7 +131,7 @@ def _why_not_triton(x: Tensor, dtype: DType, problem: CompressedProblem) -> str 
         )
     if not x.shape[0] or x.shape[1] < 128:
         return f"{x.shape[1]} tokens; the kernels are not faster below 128"
-    if (why := dispatch.large_axis(x.shape[0] * problem.num_kv_heads, "batch rows and key/value heads")) is not None:
+    if (why := dispatch.large_axis(problem.num_kv_heads, "key/value heads")) is not None:
         return why
     return dispatch.triton_missing(x.device) or dispatch.insufficient_shared_memory(x, 227)
 
@@ -172,7 +187,9 @@ def causal_linformer(
     Returns:
         (B, T, H, E), and the compressed keys and values after the last token in float32.
     """
-    return _CausalLinformer.run(q, k, v, e, f, start_k, start_v)
+    rows = dispatch.LARGEST_AXIS // q.shape[2]
+    out, end_k, end_v = split_batch(_CausalLinformer.run, rows, q, k, v, e, f, start_k, start_v)
+    return out, end_k, end_v
 
 
 def why_not_triton_causal(q: Tensor, k: Tensor, v: Tensor, rank: int) -> str | None:
@@ -186,7 +203,7 @@ def why_not_triton_causal(q: Tensor, k: Tensor, v: Tensor, rank: int) -> str | N
         return f"rank {rank} and dimension {dim}; the kernels take up to {dispatch.LARGEST} and {LARGEST_CAUSAL}"
     if not q.numel() or not v.numel():
         return "an empty tensor"
-    why = dispatch.large_axis(q.shape[0] * q.shape[2], "batch rows and heads")
+    why = dispatch.large_axis(q.shape[2], "heads")
     return why or dispatch.insufficient_shared_memory(q, 227)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, bfloat16, float32
 
 from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, group, lazy_module, refuse_forward_mode
+from longspan.ops.common.batches import split_batch
 from longspan.ops.window.torch import BLIND
 
 __all__ = ["BLIND", "feature_attention", "why_not_triton"]
@@ -79,7 +80,12 @@ def feature_attention(
         out (B, T, H, E) and lse (B, H, T) in float32, zero and `BLIND` for queries that see no key; kv and z after the
         last key that is used.
     """
-    return _FeatureAttention.run(query, f, v, kv, z, delay)
+
+    def run(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return _FeatureAttention.run(*tensors, delay)
+
+    out, lse, kv, z = split_batch(run, dispatch.LARGEST_AXIS // query.shape[2], query, f, v, kv, z)
+    return out, lse, kv, z
 
 
 def why_not_triton(q: Tensor, v: Tensor, num_features: int) -> str | None:
@@ -93,7 +99,7 @@ def why_not_triton(q: Tensor, v: Tensor, num_features: int) -> str | None:
     if why is None and not (q.numel() and v.numel()):
         why = "an empty tensor"
     if why is None:
-        why = dispatch.large_axis(q.shape[0] * q.shape[2], "batch rows and heads")
+        why = dispatch.large_axis(q.shape[2], "heads")
     if dispatch.recording is not None:
         dispatch.record("causal linear attention with given features", "features", why)
     return why

@@ -12,7 +12,7 @@ This file imports names from PyTorch, because `torch` is a module of this packag
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +26,7 @@ from longspan.ops.common.autograd import (
     run_planned,
     without_autocast,
 )
+from longspan.ops.common.batches import split_batch
 from longspan.ops.common.plans import cached, signature
 from longspan.ops.common.torch_private import is_exporting
 from longspan.ops.gated import torch as torch_chunk
@@ -95,12 +96,18 @@ def gated_linear(
     """
     x = GatedInputs(q, k, v, log_decay, beta, state)
     problem = GatedProblem(delta, scale, choose_algorithm(x, delta))
+    out, after = split_batch(partial(_run, problem), _most_rows(q, problem.algorithm), *x)
+    return out, after
+
+
+def _run(problem: GatedProblem, q: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
     if problem.algorithm != "torch" and dispatch.eager_untraced(q):
-        out, after = _GatedLinear.direct(*x, *problem)
-        return out, after
-    # In torch.export PyTorch's own operations, which other runtimes support.
-    plain = problem.algorithm == "torch" and is_exporting()
-    return (_GatedLinear.forward if plain else _GatedLinear.traced)(*refuse_forward_mode(*x), *problem)[:2]
+        results: tuple[Tensor, ...] = _GatedLinear.direct(q, *others, *problem)
+    else:
+        # In torch.export PyTorch's own operations, which other runtimes support.
+        plain = problem.algorithm == "torch" and is_exporting()
+        results = (_GatedLinear.forward if plain else _GatedLinear.traced)(*refuse_forward_mode(q, *others), *problem)
+    return results[:2]
 
 
 def gated_linear_out(
@@ -141,7 +148,14 @@ class _Stateless:
 def _eager_plan(x: GatedInputs, delta: bool, scale: float) -> _Stateless | Literal[False]:
     """Return the plan of a call without a state; False if there is none."""
     algorithm = choose_algorithm(x, delta)
-    return False if algorithm == "torch" else _Stateless(GatedProblem(delta, scale, algorithm))
+    if algorithm == "torch" or x.q.shape[0] > _most_rows(x.q, algorithm):
+        return False
+    return _Stateless(GatedProblem(delta, scale, algorithm))
+
+
+def _most_rows(q: Tensor, algorithm: str) -> int:
+    """Return the most rows of the batch that one call computes."""
+    return dispatch.LARGEST_AXIS if algorithm == "decay" else q.shape[0]
 
 
 def choose_algorithm(x: GatedInputs, delta: bool) -> str:
@@ -195,8 +209,8 @@ def why_unsupported(x: GatedInputs, delta: bool) -> str | None:
     if (algorithm := triton_algorithm(x, delta)) not in ALGORITHMS:
         return f"the algorithm {algorithm!r}; there are kernels for {', '.join(ALGORITHMS) or 'none'}"
     if algorithm == "decay":
-        (B, T), chunk = x.q.shape[:2], decay_chunk(x.q.dtype)
-        return dispatch.large_axis(B, "batch rows") or dispatch.large_axis(-(-T // chunk), f"chunks of {chunk} tokens")
+        chunk = decay_chunk(x.q.dtype)
+        return dispatch.large_axis(-(-x.q.shape[1] // chunk), f"chunks of {chunk} tokens")
     return None
 
 

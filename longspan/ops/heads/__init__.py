@@ -19,6 +19,7 @@ from torch import Tensor
 
 from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, group, lazy_module, refuse_forward_mode
+from longspan.ops.common.batches import split_batch
 
 _kernels = lazy_module("longspan.ops.heads.triton")
 
@@ -60,8 +61,13 @@ def divide_heads(
         return None
     cos, sin = (None, None) if cos_sin is None else cos_sin
     flags = (*rotated, False)[:2]
-    arguments = x, *weights, cos, sin, sum(sizes), sizes[0], *flags, epsilon
-    found = _DivideHeads.traced(*refuse_forward_mode(*arguments))
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        arguments = x, *weights, cos, sin, sum(sizes), sizes[0], *flags, epsilon
+        outputs: tuple[Tensor, ...] = _DivideHeads.traced(*refuse_forward_mode(*arguments))
+        return outputs
+
+    found = split_batch(run, dispatch.LARGEST_AXIS * TOKENS // x.shape[1], x)
     return [(found[i], found[i + 1], found[i + 2]) for i in range(0, 3 * len(sizes), 3)]
 
 
@@ -114,7 +120,7 @@ def why_not_triton(
         return "rows have positions of their own, or only some of the features are rotated"
     if not x.numel():
         return "an empty tensor"
-    return dispatch.large_axis(-(-x.shape[0] * x.shape[1] // TOKENS), f"tiles of {TOKENS} tokens")
+    return dispatch.large_axis(-(-x.shape[1] // TOKENS), f"tiles of {TOKENS} tokens")
 
 
 class HeadsInputs(NamedTuple):

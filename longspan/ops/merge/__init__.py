@@ -16,6 +16,7 @@ from torch import Tensor
 
 from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, group, lazy_module, refuse_forward_mode
+from longspan.ops.common.batches import split_batch
 
 __all__ = ["merge_attention", "why_not_triton"]
 
@@ -69,7 +70,11 @@ def merge_attention(
     Returns:
         (B, T, H, E) in the dtype of q.
     """
-    return _Merge.run(window, window_lse, memory, memory_lse, q, weight, bias, value)
+
+    def run(*tensors: Tensor | None) -> tuple[Tensor]:
+        return (_Merge.run(*tensors, weight, bias, value),)
+
+    return split_batch(run, dispatch.LARGEST_AXIS // q.shape[2], window, window_lse, memory, memory_lse, q)[0]
 
 
 def why_not_triton(q: Tensor, v: Tensor) -> str | None:
@@ -78,7 +83,7 @@ def why_not_triton(q: Tensor, v: Tensor) -> str | None:
     if why is None and (q.dtype not in dispatch.DTYPES or max(q.shape[3], v.shape[3]) > LARGEST or not q.numel()):
         why = f"queries of {q.dtype}, dimensions {q.shape[3]} and {v.shape[3]}; the kernels take up to {LARGEST}"
     if why is None:
-        why = dispatch.large_axis(q.shape[0] * q.shape[2], "batch rows and heads")
+        why = dispatch.large_axis(q.shape[2], "heads")
     if dispatch.recording is not None:
         dispatch.record("join of window and memory", "merge", why)
     return why

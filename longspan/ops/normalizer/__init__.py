@@ -18,6 +18,7 @@ from torch import Tensor, bfloat16, float32
 
 from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, group, lazy_module, refuse_forward_mode
+from longspan.ops.common.batches import split_batch
 
 __all__ = ["normalized_features", "why_not_triton"]
 
@@ -78,7 +79,11 @@ def normalized_features(
         float32; β (B, T, Hkv) in float32, None for maps without log scales. z_i is divided by exp of the largest β so
         far, as the sums of `causal_linear` are.
     """
-    query, f, z, beta = _NormalizedFeatures.run(q, k, z, shift, lengths, feature_map)
+
+    def run(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return _NormalizedFeatures.run(*tensors, feature_map)
+
+    query, f, z, beta = split_batch(run, dispatch.LARGEST_AXIS // k.shape[2], q, k, z, shift, lengths)
     return query, f, z, beta if feature_map == "softmax" else None
 
 
@@ -95,7 +100,7 @@ def why_not_triton(q: Tensor, k: Tensor, feature_map: str) -> str | None:
     if why is None and not (q.numel() and k.numel()):
         why = "an empty tensor"
     if why is None:
-        why = dispatch.large_axis(k.shape[0] * k.shape[2], "batch rows and key/value heads")
+        why = dispatch.large_axis(k.shape[2], "key/value heads")
     if dispatch.recording is not None:
         dispatch.record("normalization by feature", "normalizer", why)
     return why

@@ -36,6 +36,7 @@ channels, by one product or by levels. README.md derives them.
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,10 +45,21 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan.ops.common.exp import LOG2E, UNDERFLOW, exp2, same_layout
-from longspan.ops.common.launch import Launch, Plan, Signature, Strides, Workspace, dense, dense_rows, on_device
+from longspan.ops.common.launch import (
+    Launch,
+    Plan,
+    Signature,
+    Strides,
+    Workspace,
+    dense,
+    dense_rows,
+    on_device,
+    processors,
+)
 from longspan.ops.common.tiles import load_column, load_rows, padded, product, store_rows, token_pointer, zeros
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
 from longspan.ops.gated.triton.delta import MILD, halves, halves_dot, store_inverse, triangular_inverse
+from longspan.ops.gated.triton.slices import buffer_like, gradients, rows_at_once, store
 from longspan.ops.linear.triton import PRECISION
 
 # Gates are mild where each half of a chunk keeps more than 2^−RANGE of every channel, and factors times keys or queries
@@ -912,36 +924,9 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = True) -> tu
 
 def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k, v, log_decay, beta and of the state before the first token."""
-    q, k, v, decay, beta, state = tensors = _dense(x)
-    d_out, d_after = dense_rows(saved.d_out), dense(saved.d_state)
-    plan = _ChannelBackward.of((*tensors, d_out, d_after, saved.starts), problem)
-    (B, T, H, D), group = q.shape, plan.group
-    # Query heads of a group have gradients of their own for what they share, in float32 because they are added up.
-    d_q, z = q.new_empty(q.shape), v.new_empty(v.shape, dtype=plan.kind if problem.delta else v.dtype)
-    d_k = k.new_empty((B, T, H, D), dtype=k.dtype if group == 1 else torch.float32)
-    d_decay = decay.new_empty((B, T, H, D))
-    d_state = None if state is None else torch.empty_like(state)
-    work = plan.workspace.allocate(q)
-    marks, factors, pair, inverse = plan.pointers(plan.saved, saved.starts)
-    states, u, d_states, d_pair, d_l, by_value, by_channel, *rows = plan.pointers(plan.workspace, work)
-    marks = marks if plan.bf16 else None
-    # What the last kernel does not read is stored where it will write gradients.
-    q_in, w, k_out = rows or plan.addresses(d_q, d_k.view(q.dtype), d_decay.view(q.dtype))
-    inputs = _, _, p_v, _, p_beta = plan.addresses(q, k, v, decay, beta)
-    p_state, p_d, p_d_after, p_z, p_d_state = plan.addresses(state, d_out, d_after, z, d_state)
-    results = plan.addresses(d_q, d_k, d_decay)
-    with on_device(q):
-        for launch in plan.rows:
-            launch(*inputs, q_in, w, k_out, u, factors, pair, inverse, marks)
-        given = p_v, p_beta, p_d, q_in, w, k_out, factors, pair, p_state, p_d_after
-        plan.states(*given, states, u, d_states, p_z, p_d_state)
-        plan.pair_gradients(p_v, p_beta, p_d, k_out, d_states, u, p_z, pair, inverse, d_pair, d_l, by_value)
-        for read in plan.read:
-            read(*inputs, p_d, states, d_states, u, p_z, d_pair, d_l, marks, *results, by_channel)
-    d_beta = None if beta is None else plan.sum_beta(work)
-    if group > 1:
-        d_k, d_decay = (z.unflatten(2, (-1, group)).sum(3) for z in (d_k, d_decay))
-    return d_q, d_k.to(k.dtype), z.to(v.dtype), d_decay, d_beta, d_state
+    inputs = *_dense(x), dense_rows(saved.d_out), dense(saved.d_state)
+    with on_device(x.q):
+        return gradients(_ChannelBackward, inputs, saved.starts, problem)
 
 
 def saved_size(x: GatedInputs, problem: GatedProblem) -> int:
@@ -1052,7 +1037,7 @@ class _ChannelForward(_ChannelPlan):
         sequences, tile = self.B * self.H, self.sizes.BE
         # Tiles of half the size where programs would leave half of the multiprocessors idle; not with heads over 128.
         halves = self.bf16 and (self.sizes.BD <= 128 or not problem.delta)
-        if halves and 2 * sequences * self.sizes.TILES <= _processors(device):
+        if halves and 2 * sequences * self.sizes.TILES <= processors(device):
             tile //= 2
         self.sizes = self.sizes._replace(BS=self.sizes.BD, BE=tile, TILES=-(-self.sizes.E // tile))
         self.read = self.scan(gated_channel_forward_kernel, sequences, "v beta")
@@ -1064,7 +1049,7 @@ class _ChannelBackward(_ChannelPlan):
     def __init__(self, device: int, key: Signature, problem: GatedProblem) -> None:
         super().__init__(device, key, problem)
         S = self.sizes
-        tokens, square = self.B * self.T * S.HKV, S.C * S.C
+        square = S.C * S.C
         self.tiles = S.BD // S.BK if S.SCALED and S.DELTA else 0
         self.workspace = Workspace(
             self.state_buffer,
@@ -1072,7 +1057,6 @@ class _ChannelBackward(_ChannelPlan):
             self.state_buffer,
             (self.programs * square, self.kind),
             (self.heads * self.chunks * square if S.DELTA else 0, self.kind),
-            (tokens if S.SCALED else 0, torch.float32),
             (self.B * self.T * self.H * self.tiles, torch.float32),
             *([] if self.in_place else self.row_buffers),
         )
@@ -1083,19 +1067,42 @@ class _ChannelBackward(_ChannelPlan):
         )
         kernels = gated_channel_mild_backward_kernel, gated_channel_backward_kernel
         self.read = self.by_strength(kernels, (S.BD // S.BK,), "q k v decay beta d")
+        programs, needed = 2 * self.heads * S.TILES * (S.BD // S.BS), 4 * self.workspace.size
+        if self.group > 1:
+            needed += 4 * (2 * self.B * self.T * self.H * S.D)
+        # Shared memory is enough for one program with wide heads.
+        resident = processors(device) * (1 if self.bf16 and S.BS > 128 else 4)
+        self.rows_at_once = rows_at_once(self.B, programs, resident, needed, key[:7])
 
-    def sum_beta(self, work: Tensor) -> Tensor:
-        """dβ (B, T, Hkv) from the part of the values and those of the tiles of channels."""
-        by_value, by_channel = self.workspace.views(work)[5:7]
-        total = by_value.view(self.B, self.T, -1)
-        if self.sizes.DELTA:
-            total = total + by_channel.view(self.tiles, self.B, self.T, -1, self.group).sum((0, 4))
-        return total
-
-
-def _processors(device: int) -> int:
-    """Number of multiprocessors; Triton's interpreter runs one program after the other."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 4
+    def write_gradients(self, inputs: Sequence[Any], saved: Sequence[Any], grads: Sequence[Any]) -> None:
+        """Write the gradients. saved: The buffers that the forward pass filled."""
+        q, k, v, decay, beta, state, d_out, d_after = inputs
+        d_q, d_k, d_v, d_decay, d_beta, d_state = grads
+        marks, factors, pair, inverse = saved
+        marks = marks if self.bf16 else None
+        # Query heads of a group have gradients of their own for what they share, in float32 because they are added up.
+        d_k_heads = buffer_like(d_k, d_q.shape, k.dtype if self.group == 1 else torch.float32)
+        d_decay_heads = buffer_like(d_decay, d_q.shape, decay.dtype)
+        z = buffer_like(d_v, d_v.shape, self.kind if self.sizes.DELTA else v.dtype)
+        work = self.workspace.allocate(q)
+        states, u, d_states, d_pair, d_l, by_channel, *rows = self.pointers(self.workspace, work)
+        # What the last kernel does not read is stored where it will write gradients.
+        q_in, w, k_out = rows or self.addresses(d_q, d_k_heads.view(q.dtype), d_decay_heads.view(q.dtype))
+        given = _, _, p_v, _, p_beta = self.addresses(q, k, v, decay, beta)
+        p_state, p_d, p_d_after, p_z, p_d_state = self.addresses(state, d_out, d_after, z, d_state)
+        p_d_beta, *results = self.addresses(d_beta, d_q, d_k_heads, d_decay_heads)
+        for launch in self.rows:
+            launch(*given, q_in, w, k_out, u, factors, pair, inverse, marks)
+        of_states = p_v, p_beta, p_d, q_in, w, k_out, factors, pair, p_state, p_d_after
+        self.states(*of_states, states, u, d_states, p_z, p_d_state)
+        self.pair_gradients(p_v, p_beta, p_d, k_out, d_states, u, p_z, pair, inverse, d_pair, d_l, p_d_beta)
+        for read in self.read:
+            read(*given, p_d, states, d_states, u, p_z, d_pair, d_l, marks, *results, by_channel)
+        if self.tiles:
+            by_channel = self.workspace.views(work)[5]
+            d_beta += by_channel.view(self.tiles, self.B, self.T, -1, self.group).sum((0, 4))
+        for grad, x in ((d_k, d_k_heads), (d_decay, d_decay_heads), (d_v, z)):
+            store(grad, x, self.group if x is not z else 1)
 
 
 def _tiling(dtype: torch.dtype) -> tuple[int, int]:

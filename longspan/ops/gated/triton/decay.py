@@ -21,6 +21,7 @@ them, and read both bfloat16 halves of a state. ⟨dS, S⟩ is taken anew every 
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,12 +38,13 @@ from longspan.ops.common.launch import (
     Workspace,
     dense,
     dense_rows,
-    new_like,
     on_device,
+    processors,
 )
 from longspan.ops.common.tiles import FLOOR, add_product, padded, product, zeros
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
 from longspan.ops.gated.triton import decay_chunk
+from longspan.ops.gated.triton.slices import gradients, rows_at_once
 from longspan.ops.linear.triton import PRECISION
 
 STAGES = 3  # With fewer, no chunk is loaded while another is in use.
@@ -482,25 +484,9 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = True) -> tu
 def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k, v, log_decay, beta and of the state before the first token."""
     q, k, v, d = dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), dense_rows(saved.d_out)
-    d_state = dense(saved.d_state)
-    plan = _DecayBackward.of((q, k, v, x.log_decay, x.beta, d_state, d, x.state, saved.starts), problem)
-    d_q, d_k, d_v = new_like(q), new_like(k), new_like(v)
-    d_decay, d_beta, d_start = (None if y is None else new_like(y) for y in (x.log_decay, x.beta, x.state))
-    work = plan.workspace.allocate(q)
-    (states,) = plan.pointers(plan.saved, saved.starts)
-    gates, totals, pieces, d_states, *rest = plan.pointers(plan.workspace, work)
-    queries, keys, values, pairs, checks, d_checks = rest
-    p_q, p_k, p_v, p_d, log_decay, beta, p_d_state = plan.addresses(q, k, v, d, x.log_decay, x.beta, d_state)
-    p_d_q, p_d_k, p_d_v, p_d_decay, p_d_beta, p_start = plan.addresses(d_q, d_k, d_v, d_decay, d_beta, d_start)
+    inputs = q, k, v, x.log_decay, x.beta, x.state, d, dense(saved.d_state)
     with on_device(q):
-        plan.gates(log_decay, beta, gates)
-        plan.sums(None, p_q, p_d, None, gates, pieces, totals, None, None, None, None, None)
-        plan.scan(pieces, totals, p_d_state, d_states)
-        plan.queries(p_d, p_v, p_k, p_q, gates, states, None, p_d_q, queries, checks, pairs, None)
-        plan.keys(p_v, p_d, p_q, p_k, gates, d_states, None, p_d_k, keys, d_checks, pairs, p_start)
-        plan.values(p_k, p_q, p_d, p_v, gates, d_states, None, p_d_v, values, None, None, None)
-        plan.gate_gradients(queries, keys, values, checks, d_checks, p_d_decay, p_d_beta)
-    return d_q, d_k, d_v, d_decay, d_beta, d_start
+        return gradients(_DecayBackward, inputs, saved.starts, problem, x.k.shape[0])
 
 
 def saved_size(x: GatedInputs, problem: GatedProblem) -> int:
@@ -515,9 +501,9 @@ def saved_size(x: GatedInputs, problem: GatedProblem) -> int:
 
 
 class _DecayPlan(Plan):
-    """A sequence has `num_chunks` chunks, in segments of `run` chunks each."""
+    """A sequence has `num_chunks` chunks, in segments of `run` chunks each, as many as with `batch_size` rows."""
 
-    def __init__(self, device: int, key: Signature, problem: GatedProblem) -> None:
+    def __init__(self, device: int, key: Signature, problem: GatedProblem, batch_size: int | None = None) -> None:
         super().__init__(device)
         q, k, v, log_decay, beta = key[:5]
         self.tensors = {"q": q, "k": k, "v": v, "g": log_decay, "b": beta}
@@ -534,11 +520,12 @@ class _DecayPlan(Plan):
             "E": self.BE // _tile(self.BE, self.BD, self.dtype),
         }
         programs = _programs(device, self.BD, self.BE, self.dtype)
-        segments = _segments(self.heads, programs, self.num_chunks)
+        heads = self.heads if batch_size is None else batch_size * self.Hkv
+        segments = _segments(heads, programs, self.num_chunks)
         run = -(-self.num_chunks // segments)
         # Segments that precede others are summed in pieces where these are too few for the device, which runs twice as
         # many of these small programs.
-        self.pieces = max(1, min(2 * programs // (self.heads * max(1, segments - 1)), run // PIECE))
+        self.pieces = max(1, min(2 * programs // (heads * max(1, segments - 1)), run // PIECE))
         self.run = -(-run // self.pieces) * self.pieces
         self.segments = -(-self.num_chunks // self.run)
         self.saved = Workspace((self.heads * self.segments * self.BD * self.BE, torch.float32))
@@ -612,8 +599,8 @@ class _DecayForward(_DecayPlan):
 
 
 class _DecayBackward(_DecayPlan):
-    def __init__(self, device: int, key: Signature, problem: GatedProblem) -> None:
-        super().__init__(device, key, problem)
+    def __init__(self, device: int, key: Signature, problem: GatedProblem, batch_size: int | None = None) -> None:
+        super().__init__(device, key, problem, batch_size)
         self.tensors["d"] = key[6]
         check, tokens = self.check if self.decay else 0, self.heads * self.num_chunks * self.chunk
         checks = self.heads * self.segments * -(-self.run // self.check) if self.decay else 0
@@ -636,6 +623,26 @@ class _DecayBackward(_DecayPlan):
         self.keys = self.walk("vdqk", back=True, values="D", check=check, rows=self.decay, pairs=stored)
         self.values = self.walk("kqdv", back=True, values="E", rows=self.beta)
         self.gate_gradients = self.gate_gradients_launch()
+        resident = _programs(device, self.BD, self.BE, self.dtype)
+        self.rows_at_once = rows_at_once(self.B, self.heads * self.segments, resident, 4 * self.workspace.size, key[:7])
+
+    def write_gradients(self, inputs: Sequence[Any], saved: Sequence[Any], grads: Sequence[Any]) -> None:
+        """Write the gradients. saved: The states that the forward pass saved."""
+        q, k, v, decay, beta, _, d, d_state = inputs
+        d_q, d_k, d_v, d_decay, d_beta, d_start = grads
+        (states,) = saved
+        work = self.workspace.allocate(q)
+        gates, totals, pieces, d_states, *rest = self.pointers(self.workspace, work)
+        queries, keys, values, pairs, checks, d_checks = rest
+        p_q, p_k, p_v, p_d, p_decay, p_beta, p_d_state = self.addresses(q, k, v, d, decay, beta, d_state)
+        p_d_q, p_d_k, p_d_v, p_d_decay, p_d_beta, p_start = self.addresses(d_q, d_k, d_v, d_decay, d_beta, d_start)
+        self.gates(p_decay, p_beta, gates)
+        self.sums(None, p_q, p_d, None, gates, pieces, totals, None, None, None, None, None)
+        self.scan(pieces, totals, p_d_state, d_states)
+        self.queries(p_d, p_v, p_k, p_q, gates, states, None, p_d_q, queries, checks, pairs, None)
+        self.keys(p_v, p_d, p_q, p_k, gates, d_states, None, p_d_k, keys, d_checks, pairs, p_start)
+        self.values(p_k, p_q, p_d, p_v, gates, d_states, None, p_d_v, values, None, None, None)
+        self.gate_gradients(queries, keys, values, checks, d_checks, p_d_decay, p_d_beta)
 
     def gate_gradients_launch(self) -> Any:
         if not (self.decay or self.beta):
@@ -669,14 +676,10 @@ def _warps(size: int, dtype: torch.dtype) -> int:
 
 
 def _programs(device: int, BD: int, BE: int, dtype: torch.dtype) -> int:
-    """How many walks over all tiles the device runs at once; a multiprocessor has registers for eight warps.
-
-    Triton's interpreter runs one after the other.
-    """
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 4
+    """How many walks over all tiles the device runs at once; a multiprocessor has registers for eight warps."""
     tile_D, tile_E = _tile(BD, BE, dtype), _tile(BE, BD, dtype)
     each = 8 // _warps(max(tile_D * BE, tile_E * BD), dtype)
-    return max(1, processors * each // max(BD // tile_D, BE // tile_E))
+    return max(1, processors(device) * each // max(BD // tile_D, BE // tile_E))
 
 
 def _segments(heads: int, programs: int, chunks: int) -> int:

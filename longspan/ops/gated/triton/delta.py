@@ -34,6 +34,7 @@ per chunk computes the gradients of the inputs.
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,9 +52,11 @@ from longspan.ops.common.launch import (
     dense,
     dense_rows,
     on_device,
+    processors,
 )
 from longspan.ops.common.tiles import FLOOR, padded, product, token_pointer, zeros
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
+from longspan.ops.gated.triton.slices import buffer_like, gradients, rows_at_once, store
 
 # β of this or less counts as this: what such a token writes is lost beside anything else.
 LEAST_BETA = tl.constexpr(1e-30)
@@ -1031,7 +1034,8 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = False) -> t
     q, k, v, decay, beta, state = _dense(x)
     plan = _DeltaForward.of((q, k, v, decay, beta, state), problem)
     out, after = v.new_empty(plan.out_shape), v.new_empty(plan.state_shape, dtype=torch.float32)
-    saved, work = plan.saved.allocate(q, zeroed=zeroed), plan.workspace.allocate(q)
+    saved = q.new_zeros(saved_size(x, problem), dtype=torch.float32) if zeroed else plan.saved.allocate(q)
+    work = plan.workspace.allocate(q)
     inverse, sums, norms, strong, maps, totals = plan.pointers(plan.saved, saved)
     norms = norms if plan.segments > 1 else None
     (pairs,) = plan.pointers(plan.workspace, work)
@@ -1050,57 +1054,21 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = False) -> t
 
 def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k, v, log_decay, beta and of the state before the first token, if there are any."""
-    q, k, v, decay, beta, state = _dense(x)
-    d_out, d_after = dense_rows(saved.d_out), dense(saved.d_state)
-    plan = _DeltaBackward.of((q, k, v, decay, beta, state, d_out, d_after, saved.starts), problem)
-    B, T, H, _ = q.shape
-    # Query heads of a group have gradients of their own for what they share, in float32 because they are added up.
-    kind = q.dtype if plan.group == 1 else torch.float32
-    d_q, d_k = q.new_empty(q.shape), k.new_empty((B, T, H, k.shape[3]), dtype=kind)
-    # z lies here first, which float16 does not have the range for.
-    d_v = v.new_empty((B, T, H, v.shape[3]), dtype=torch.float32 if kind == torch.float16 else kind)
-    d_decay, d_beta = (None if y is None else y.new_empty((B, T, H)) for y in (decay, beta))
-    d_state = q.new_empty((B, H, *plan.state_shape[2:]), dtype=torch.float32)
-    work = plan.workspace.allocate(q)
-    inverse, sums, norms, strong, maps, totals = plan.pointers(plan.saved, saved.starts)
-    states, d_states, d_totals, u = plan.pointers(plan.workspace, work)
-    p_q, p_k, p_v, p_beta, p_state, p_d, p_d_after = plan.addresses(q, k, v, beta, state, d_out, d_after)
-    p_d_q, p_d_k, p_d_v, p_d_decay, p_d_beta, p_d_state = plan.addresses(d_q, d_k, d_v, d_decay, d_beta, d_state)
-    u = p_d_k if plan.shared else u
-    written = d_totals, states, d_states, u, p_d_v, p_d_state
-    inputs = p_q, p_k, p_v, inverse, sums, norms, strong, p_state, totals, p_d, p_d_after, *written
-    with on_device(q):
-        if plan.segments > 1:
-            plan.totals(*inputs)
-            plan.scan(norms, maps, d_totals)
-        plan.states(*inputs)
-        given = p_q, p_k, p_beta, sums, strong, p_d, states, d_states, u
-        plan.read(*given, p_d_q, p_d_k, p_d_v, p_d_decay, p_d_beta)
-        if plan.bf16 and d_decay is not None:
-            plan.decay(p_q, p_k, p_v, inverse, sums, strong, p_d, states, d_states, p_d_decay)
-    if d_decay is not None:
-        d_decay = d_decay[..., None]
-    if plan.group > 1:
-        d_k, d_v, d_decay, d_beta, d_state = (
-            None if y is None else y.unflatten(dim, (-1, plan.group)).sum(dim + 1).to(like.dtype)
-            for y, like, dim in (
-                (d_k, k, 2),
-                (d_v, v, 2),
-                (d_decay, decay, 2),
-                (d_beta, beta, 2),
-                (d_state, d_state, 1),
-            )
-        )
-    return d_q, d_k, d_v.to(v.dtype), d_decay, d_beta, None if state is None else d_state
+    inputs = *_dense(x), dense_rows(saved.d_out), dense(saved.d_state)
+    with on_device(x.q):
+        return gradients(_DeltaBackward, inputs, saved.starts, problem, 1)
 
 
 def saved_size(x: GatedInputs, problem: GatedProblem) -> int:
-    """Return the number of float32 elements that `forward` saves."""
-    return _saved(x.q.get_device(), x.q.dtype, x.q.shape, x.v.shape).size
+    """Return the number of float32 elements that `forward` saves, an upper bound: the length may be a symbol."""
+    (B, _, H, D), E, dtype = x.q.shape, x.v.shape[3], x.q.dtype
+    tiles = _tiling(dtype, D, E)[3]
+    return _saved(dtype, x.q.shape, x.v.shape, B * H + processors(x.q.get_device()) // tiles).size
 
 
 class _DeltaPlan(Plan):
-    def __init__(self, device: int, key: Signature, problem: GatedProblem) -> None:
+    def __init__(self, device: int, key: Signature, problem: GatedProblem, most: int | None = None) -> None:
+        """most: Segments at most, by default as many as fill the device."""
         super().__init__(device)
         self.tensors = dict(zip(("q", "k", "v", "decay", "beta", "state"), key, strict=False))
         q, v = self.tensors["q"], self.tensors["v"]
@@ -1115,11 +1083,12 @@ class _DeltaPlan(Plan):
         sizes = self.H, Hkv, D, E, BD, BE, tiles, C, gated, scaled, dot, PRECISION[q[2]], full
         self.sizes = DeltaSizes(*sizes)
         self.chunks = -(-self.T // C)
-        # As many segments as fill the device, but none of fewer than four chunks.
-        segments = max(1, min(_processors(device) // (self.B * self.H * tiles), self.chunks // 4))
+        # None of fewer than four chunks.
+        most = processors(device) // (self.B * self.H * tiles) if most is None else most
+        segments = max(1, min(most, self.chunks // 4))
         self.run = -(-self.chunks // segments)
         self.segments = -(-self.chunks // self.run)
-        self.saved = _saved(device, q[2], q[0], v[0])
+        self.saved = _saved(q[2], q[0], v[0], self.B * self.H * self.segments if self.segments > 1 else 0)
 
     def delta_launch(
         self, kernel: Any, programs: int, scalars: tuple[Any, ...], strided: str, warps: int, stages: int, **more: Any
@@ -1169,8 +1138,8 @@ class _DeltaForward(_DeltaPlan):
 
 
 class _DeltaBackward(_DeltaPlan):
-    def __init__(self, device: int, key: Signature, problem: GatedProblem) -> None:
-        super().__init__(device, key, problem)
+    def __init__(self, device: int, key: Signature, problem: GatedProblem, most: int | None = None) -> None:
+        super().__init__(device, key, problem, most)
         self.tensors["d"] = key[6]
         S, X = self.sizes, self.B * self.H
         kind = torch.bfloat16 if self.bf16 else torch.float32
@@ -1194,6 +1163,52 @@ class _DeltaBackward(_DeltaPlan):
             self.decay = self.delta_launch(
                 gated_delta_backward_decay_kernel, programs, scalars, "q k v d", 4 if S.BD <= 128 else 8, 1
             )
+        needed = 4 * (self.workspace.size + X * self.T * ((S.D + S.E) if self.group > 1 else 0))
+        # Shared memory is enough for one program with wide heads.
+        resident = processors(device) * (1 if self.bf16 and S.BD > 128 else 4)
+        self.rows_at_once = self.B
+        if self.segments == 1:
+            self.rows_at_once = rows_at_once(self.B, self.states.grid[0], resident, needed, key[:7])
+
+    def write_gradients(self, inputs: Sequence[Any], saved: Sequence[Any], grads: Sequence[Any]) -> None:
+        """Write the gradients. saved: The buffers that the forward pass filled."""
+        q, k, v, decay, beta, state, d_out, d_after = inputs
+        d_q, d_k, d_v, d_decay, d_beta, d_state = grads
+        inverse, sums, norms, strong, maps, totals = saved
+        # Query heads of a group have gradients of their own for what they share, in float32 because they are added up.
+        kind, heads = q.dtype if self.group == 1 else torch.float32, d_q.shape[:3]
+        d_k_heads = buffer_like(d_k, d_q.shape, kind)
+        # z lies here first, which float16 does not have the range for.
+        d_v_heads = buffer_like(d_v, d_out.shape, torch.float32 if kind == torch.float16 else kind)
+        d_decay_heads, d_beta_heads = (
+            None if y is None else buffer_like(y, (*heads, *y.shape[3:]), torch.float32) for y in (d_decay, d_beta)
+        )
+        shape = self.B, self.H, *self.state_shape[2:]
+        d_state_heads = (
+            q.new_empty(shape, dtype=torch.float32) if state is None else buffer_like(d_state, shape, state.dtype)
+        )
+        work = self.workspace.allocate(q)
+        states, d_states, d_totals, u = self.pointers(self.workspace, work)
+        p_q, p_k, p_v, p_beta, p_state, p_d, p_d_after = self.addresses(q, k, v, beta, state, d_out, d_after)
+        p_d_q, p_d_k, p_d_v, p_d_state = self.addresses(d_q, d_k_heads, d_v_heads, d_state_heads)
+        p_d_decay, p_d_beta = self.addresses(d_decay_heads, d_beta_heads)
+        u = p_d_k if self.shared else u
+        written = d_totals, states, d_states, u, p_d_v, p_d_state
+        given = p_q, p_k, p_v, inverse, sums, norms, strong, p_state, totals, p_d, p_d_after, *written
+        if self.segments > 1:
+            self.totals(*given)
+            self.scan(norms, maps, d_totals)
+        self.states(*given)
+        of_inputs = p_q, p_k, p_beta, sums, strong, p_d, states, d_states, u
+        self.read(*of_inputs, p_d_q, p_d_k, p_d_v, p_d_decay, p_d_beta)
+        if self.bf16 and d_decay is not None:
+            self.decay(p_q, p_k, p_v, inverse, sums, strong, p_d, states, d_states, p_d_decay)
+        del work  # Freed before the sums of groups.
+        for grad, x in ((d_k, d_k_heads), (d_v, d_v_heads), (d_decay, d_decay_heads), (d_beta, d_beta_heads)):
+            if grad is not None:
+                store(grad, x, self.group)
+        if state is not None:
+            store(d_state, d_state_heads, self.group, 1)
 
     def states_launch(self, *, store: bool) -> Launch:
         """Create a launch that computes gradients of states and, if they are stored, in other programs the states."""
@@ -1218,24 +1233,19 @@ def _tiling(dtype: torch.dtype, D: int, E: int) -> tuple[int, int, int, int]:
     return C, padded(D, BE), BE, -(-E // BE)
 
 
-def _processors(device: int) -> int:
-    """Number of multiprocessors; Triton's interpreter runs one program after the other."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 4
-
-
-def _saved(device: int, dtype: torch.dtype, q: Any, v: Any) -> Workspace:
-    """T, G and ‖P‖ of each chunk; P and Δ of each segment, as many as there can be, whatever the length."""
-    (B, T, H, D), (Hkv, E) = q, v[2:]
+def _saved(dtype: torch.dtype, q: Any, v: Any, segments: int) -> Workspace:
+    """T, G and ‖P‖ of each chunk; P and Δ of each segment."""
+    (B, T, _, D), (Hkv, E) = q, v[2:]
     C, BD, BE, tiles = _tiling(dtype, D, E)
-    chunks, most = B * Hkv * -(-T // C), B * H + _processors(device) // tiles
+    chunks = B * Hkv * -(-T // C)
     kind = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     return Workspace(
         (chunks * C * C, kind),
         (chunks * C * 4, torch.float32),
         (chunks, torch.float32),
         (chunks, torch.int32),
-        (most * BD * BD, torch.float32),
-        (most * BD * BE * tiles, torch.float32),
+        (segments * BD * BD, torch.float32),
+        (segments * BD * BE * tiles, torch.float32),
     )
 
 

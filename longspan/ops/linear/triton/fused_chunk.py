@@ -32,7 +32,17 @@ from torch import Tensor
 
 from longspan.ops.common.exp import LOG2E, add, exp2, log2, round_once, same_layout, widen
 from longspan.ops.common.feature_maps import pointwise_features, pointwise_gradient
-from longspan.ops.common.launch import Launch, Signature, Strides, Workspace, dense, dense_rows, new_like, on_device
+from longspan.ops.common.launch import (
+    Launch,
+    Signature,
+    Strides,
+    Workspace,
+    dense,
+    dense_rows,
+    new_like,
+    on_device,
+    processors,
+)
 from longspan.ops.common.tiles import FLOOR, ZERO_NORMALIZER, inverse, padded, running_maximum, zeros
 from longspan.ops.linear import LinearInputs, LinearProblem, LinearSaved
 from longspan.ops.linear.triton import FUSED_CHUNK
@@ -1172,12 +1182,8 @@ class _FusedChunkBackward(_FusedChunkPlan):
 
 
 def _resident_programs(device: int, BD: int, BE: int) -> int:
-    """How many programs the device runs at once: two per multiprocessor, or one with a large state.
-
-    Triton's interpreter runs one after the other.
-    """
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 4
-    return processors * (2 if BD * BE <= 64 * 64 else 1)
+    """How many programs the device runs at once: two per multiprocessor, or one with a large state."""
+    return processors(device) * (2 if BD * BE <= 64 * 64 else 1)
 
 
 def _saved(device: int, heads: int, BD: int, BE: int, buckets: int) -> Workspace:
