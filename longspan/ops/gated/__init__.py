@@ -123,13 +123,13 @@ def gated_linear_out(
     """`gated_linear` without a state before or after it, which takes less time on the host."""
     if dispatch.recording is None and dispatch.eager_untraced(q):
         x = GatedInputs(q, k, v, log_decay, beta, None)
-        plan = cached((_Stateless, q.get_device(), signature(*x), delta, scale), _eager_plan, x, delta, scale)
+        plan = cached((_StatelessGated, q.get_device(), signature(*x), delta, scale), _eager_plan, x, delta, scale)
         if plan:
             return run_planned(plan, *x)
     return gated_linear(q, k, v, log_decay=log_decay, beta=beta, delta=delta, scale=scale)[0]
 
 
-class _Stateless:
+class _StatelessGated:
     """Eager calls without a state of tensors of one signature, see `EagerPlan`."""
 
     def __init__(self, problem: GatedProblem) -> None:
@@ -145,12 +145,12 @@ class _Stateless:
         return grads
 
 
-def _eager_plan(x: GatedInputs, delta: bool, scale: float) -> _Stateless | Literal[False]:
+def _eager_plan(x: GatedInputs, delta: bool, scale: float) -> _StatelessGated | Literal[False]:
     """Return the plan of a call without a state; False if there is none."""
     algorithm = choose_algorithm(x, delta)
     if algorithm == "torch" or x.q.shape[0] > _most_rows(x.q, algorithm):
         return False
-    return _Stateless(GatedProblem(delta, scale, algorithm))
+    return _StatelessGated(GatedProblem(delta, scale, algorithm))
 
 
 def _most_rows(q: Tensor, algorithm: str) -> int:
