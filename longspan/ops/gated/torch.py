@@ -347,10 +347,11 @@ def _padded(rows: Tensor) -> Tensor:
 
 
 def _exp(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return exp(x), with x clamped: above 0, where a pair is masked, to 1, and far below 0 to the smallest normal
-    number, because `exp` is slow for results that are zero or denormal.
+    """Return exp(x), or 1 where x is above 0 and a pair is masked; 0 for results below the smallest normal number, for
+    which `exp` is slow.
     """
-    return x.to(dtype).clamp(min=math.log(torch.finfo(dtype).tiny), max=0.0).exp_()
+    tiny = torch.finfo(dtype).tiny
+    return torch.threshold_(x.to(dtype).clamp(min=math.log(tiny), max=0.0).exp_(), 2 * tiny, 0.0)
 
 
 def _times(rows: Tensor, factor: Tensor) -> Tensor:
