@@ -75,6 +75,24 @@ def _plain(x: dict[str, Any], delta: bool) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("delta", [False, True], ids=["decay", "delta"])
+@pytest.mark.parametrize("width", [1, D])
+@pytest.mark.parametrize("forgets", [-104, -math.inf])
+@pytest.mark.parametrize("at", [0, 21, 40])
+def test_what_is_forgotten_has_no_weight(at: int, forgets: float, width: int, delta: bool) -> None:
+    """A state and values near the largest float32, in the chunk of a token that forgets them and in one before."""
+    x = draw(70, width=width, delta=delta, dtype=torch.float32)
+    x["log_decay"] = -torch.rand_like(x["log_decay"])
+    x["log_decay"][:, at] = forgets
+    x["state"] *= 1e37
+    x["v"][:, :at] *= 1e36
+    out, state = gated_linear(**x, delta=delta)
+    rest = {name: torch.zeros_like(y) if name == "state" else y[:, at:] for name, y in x.items()}
+    expected = gated_linear(**rest, delta=delta)
+    for got, alone in zip((out[:, at:], state), expected, strict=True):
+        torch.testing.assert_close(got, alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("delta", [False, True], ids=["decay", "delta"])
 def test_gated_linear_is_a_proper_operator(delta: bool) -> None:
     x = {name: y.requires_grad_() for name, y in draw(65, width=1, delta=delta, dtype=torch.float32).items()}
     torch.library.opcheck(torch.ops.longspan.gated_linear.default, (*x.values(), delta, 0.5, "torch"))

@@ -102,7 +102,7 @@ class _Chunks(NamedTuple):
     w: Tensor | None  # (Y, C, D): u − w S is written, by the delta rule
 
     @classmethod
-    def of(cls, x: GatedInputs, problem: GatedProblem, span: _Span) -> _Chunks:
+    def of(cls, x: GatedInputs, problem: GatedProblem, span: _ChunkSpan) -> _Chunks:
         v, C = _rows(span, x, x.v), span.size
         beta = None if x.beta is None else _rows(span, x, x.beta[..., None])
         decay = _Decay.of(None if x.log_decay is None else _rows(span, x, x.log_decay))
@@ -215,7 +215,7 @@ class _Decay(NamedTuple):
     end: Tensor | None  # e^{G_C − G_i}
     last: Tensor | None  # (Y, 1 or D, 1) e^{G_C}
     between: Tensor | None  # (Y, C, C) e^{G_i − G_j} for j ≤ i, for one decay per head
-    levels: list[_Level] | None  # for one decay per channel
+    levels: list[_DecayLevel] | None  # for one decay per channel
 
     @classmethod
     def of(cls, g: Tensor | None) -> _Decay:
@@ -283,7 +283,7 @@ class _Decay(NamedTuple):
         return products
 
 
-class _Level(NamedTuple):
+class _DecayLevel(NamedTuple):
     """Decays between the tokens of the first and the second half of each of n blocks of 2 h tokens.
 
     They are products of those to the middle and those from there: neither is above 1.
@@ -303,7 +303,7 @@ class _Level(NamedTuple):
         return _first(b, self.half) * self.first
 
 
-def _levels(g: Tensor) -> tuple[list[_Level], Tensor, Tensor]:
+def _levels(g: Tensor) -> tuple[list[_DecayLevel], Tensor, Tensor]:
     """Return the levels h = 1, 2, 4, … of log decays (Y, C, D), and the sums up to and including a token and behind it.
 
     All are sums of g over some tokens: a difference would have no digits left behind a token that forgets everything.
@@ -311,7 +311,7 @@ def _levels(g: Tensor) -> tuple[list[_Level], Tensor, Tensor]:
     before, after, found, half = g.clone(), torch.zeros_like(g), [], 1
     while half < g.shape[1]:
         first, second = _first(after, half), _second(before[:, None], half)[:, :, 0]
-        found.append(_Level(half, _exp(first, g.dtype), _exp(second, g.dtype)))
+        found.append(_DecayLevel(half, _exp(first, g.dtype), _exp(second, g.dtype)))
         first += second[:, :, -1:]
         second += _first(before, half)[:, :, -1:]
         half *= 2
@@ -347,10 +347,11 @@ def _padded(rows: Tensor) -> Tensor:
 
 
 def _exp(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return exp(x), with x clamped: above 0, where a pair is masked, to 1, and far below 0 to the smallest normal
-    number, because `exp` is slow for results that are zero or denormal.
+    """Return exp(x), or 1 where x is above 0 and a pair is masked; 0 for results below the smallest normal number, for
+    which `exp` is slow.
     """
-    return x.to(dtype).clamp(min=math.log(torch.finfo(dtype).tiny), max=0.0).exp_()
+    tiny = torch.finfo(dtype).tiny
+    return torch.threshold_(x.to(dtype).clamp(min=math.log(tiny), max=0.0).exp_(), 2 * tiny, 0.0)
 
 
 def _times(rows: Tensor, factor: Tensor) -> Tensor:
@@ -358,7 +359,7 @@ def _times(rows: Tensor, factor: Tensor) -> Tensor:
     return (rows.unflatten(1, (-1, factor.shape[1])) * factor[:, None]).flatten(1, 2)
 
 
-class _Span(NamedTuple):
+class _ChunkSpan(NamedTuple):
     """Tokens of some sequences that are processed together, in chunks of one size."""
 
     group: int
@@ -367,7 +368,7 @@ class _Span(NamedTuple):
     part: Part
 
 
-def _spans(x: GatedInputs) -> list[_Span]:
+def _spans(x: GatedInputs) -> list[_ChunkSpan]:
     """Groups of full chunks, and the remainder as one smaller chunk. Tokens of a sequence follow one another."""
     T, size = x.k.shape[1], CPU_CHUNK if x.k.device.type == "cpu" else CHUNK
     found: list[tuple[int, slice, int]] = []
@@ -377,10 +378,10 @@ def _spans(x: GatedInputs) -> list[_Span]:
         found.append((len(found), slice(start, start + width), min(size, width)))
         start += width
     numbers = min(T, GROUP) * max(x.k.shape[3], x.v.shape[3])
-    return [_Span(*group, part) for part in parts_in_cache(x.q, x.k, numbers) for group in found]
+    return [_ChunkSpan(*group, part) for part in parts_in_cache(x.q, x.k, numbers) for group in found]
 
 
-def _rows(span: _Span, x: GatedInputs, *tensors: Tensor, more: bool = False) -> Tensor:
+def _rows(span: _ChunkSpan, x: GatedInputs, *tensors: Tensor, more: bool = False) -> Tensor:
     """(B, T, heads, ·) -> (Y, R C, ·): the span's chunks, with the heads of each tensor of a key head as rows.
 
     more: leave space for another head.
@@ -394,13 +395,13 @@ def _rows(span: _Span, x: GatedInputs, *tensors: Tensor, more: bool = False) -> 
     return rows.flatten(0, 2).flatten(1, 2)
 
 
-def _put(into: Tensor, rows: Tensor, span: _Span, x: GatedInputs) -> None:
+def _put(into: Tensor, rows: Tensor, span: _ChunkSpan, x: GatedInputs) -> None:
     """Inverse of `_rows`: copy rows (Y, R C, ·) into (B, T, heads, ·)."""
     target = _by_chunks(into, span, x)
     target.copy_(rows.reshape(target.shape))
 
 
-def _by_chunks(tensor: Tensor, span: _Span, x: GatedInputs) -> Tensor:
+def _by_chunks(tensor: Tensor, span: _ChunkSpan, x: GatedInputs) -> Tensor:
     """View (N, B, Hkv, R, C, ·) of a span of (B, T, heads, ·)."""
     chunks = tensor[span.part.rows, span.tokens].unflatten(1, (-1, span.size)).unflatten(3, (x.k.shape[2], -1))
     return chunks[:, :, :, span.part.heads].permute(1, 0, 3, 4, 2, 5)
