@@ -298,6 +298,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "carried": ({"carry_state": True}, "fsdp=2"),
     "carried pieces": ({"carry_state": True, "chunk_length": 17}, "dp=2"),
     "masked": ({"objective": "masked"}, "cp=2"),
+    "reversed": ({"model.residual": "double", "model.execution": "reverse"}, "fsdp=2"),
     "windows": ({"packing": "off"}, "cp=2"),
     "carried and divided": ({"carry_state": True}, "cp=2"),
     "classes": ({"objective": "classify", "held_out": 0.3}, "cp=2"),
