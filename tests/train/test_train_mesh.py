@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from training import ElasticRun, arguments, longspan, metrics, ranks, trained, write_corpus
 
-from longspan.distributed.mesh import MeshShape
+from longspan import AttentionConfig, LanguageModel, ModelConfig
+from longspan.distributed.mesh import MeshShape, shard_weights
 from longspan.distributed.rendezvous import agree_on_prefix
 from longspan.models.checkpoint import LAST, load
 from longspan.models.sharded import ShardReader
@@ -213,6 +214,23 @@ def test_every_process_evaluates_as_many_batches() -> None:
         shapes = [BatchShape(31, 3, processes=4, process=i) for i in range(4)]
         counts = [len(range(shape.process, number, 4)) + shape.has_spare_batch(number) for shape in shapes]
         assert len(set(counts)) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"residual": "hyper"}, "connections.0.mix_scale"),
+        ({"norm_position": "rezero"}, "branches.0.weight"),
+        ({"final_norm": "scale"}, "norm.scale"),
+    ],
+)
+def test_scalars_are_not_sharded(options: dict[str, Any], name: str) -> None:
+    attention = AttentionConfig(num_heads=2)
+    model = LanguageModel(ModelConfig(dim=8, depth=1, causal=True, vocab_size=9, attention=attention, **options))
+    with pytest.raises(
+        ValueError, match=rf"FSDP does not shard scalars such as \S*{re.escape(name)}: .* without --mesh"
+    ):
+        shard_weights(model, SimpleNamespace())  # type: ignore[arg-type]
 
 
 def test_a_folder_that_a_process_does_not_see_is_refused(tmp_path: Path) -> None:
