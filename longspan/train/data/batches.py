@@ -112,6 +112,12 @@ class Batches(ABC, Generic[Item]):
         """How many times the training data was read."""
         return sum(read for read, _ in self.progress) / sum(size for _, size in self.progress)
 
+    @property
+    def repetition(self) -> float:
+        """How many times the source of a token was read, on average over the tokens read; 0 until it is repeated."""
+        repeated = sum(read * read / size for read, size in self.progress if read > size)
+        return repeated / max(1, sum(read for read, _ in self.progress))
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data."""
