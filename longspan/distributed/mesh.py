@@ -112,9 +112,18 @@ def shard_weights(module: nn.Module, mesh: Mesh) -> None:
     Args:
         module: The module, on the device of the mesh. It is changed in place.
         mesh: The mesh.
+
+    Raises:
+        ValueError: A parameter is a scalar, which FSDP does not shard.
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 0:
+            raise ValueError(
+                f"FSDP does not shard scalars such as {name}: train hyper-connections, ReZero and ScaleNorm without "
+                "--mesh, in any number of processes, or use other residual, norm_position and norm"
+            )
     for branch in module.modules():
         if isinstance(branch, ResidualBranch):
             fully_shard(branch, mesh=mesh.weights)

@@ -816,7 +816,10 @@ def _rotary(config: AttentionConfig, mechanism: Mechanism) -> list[nn.Module]:
     if len(names) > 1 and len(names) != len(getattr(mechanism, "sizes", ())):
         raise ValueError(f"rotary names {len(names)} parts, {type(mechanism).__name__} does not have as many")
     if len(set(names)) > 1 and mechanism.num_kv_heads == 1:
-        raise ValueError(f"the parts share one key/value head, which is rotated in one way: got rotary {names}")
+        raise ValueError(
+            f"the parts share one key/value head, which is rotated in one way, got rotary {names}: give all parts the "
+            "same, or more key/value heads"
+        )
     if len(set(names)) == 1:
         names = names[:1]
     rotary_dim = mechanism.head_dim if config.rotary_dim is None else config.rotary_dim

@@ -614,9 +614,11 @@ def run_reversible(
     with the random state and autocast of the first time, and takes its gradients. Parameters are inputs of the
     function, so that they get gradients whether or not x needs one; the context's gradient is summed here.
 
-    Under torch.compile the branches are recomputed instead, and torch.func stores their activations.
+    Under torch.compile the branches are recomputed instead, as are those that FSDP shards, whose parameters are others
+    while they run; torch.func stores their activations.
     """
-    if torch.compiler.is_compiling() or functorch_active() or forward_ad_level() >= 0:
+    sharded = any(hasattr(branch, "unshard") for branch in branches)
+    if sharded or torch.compiler.is_compiling() or functorch_active() or forward_ad_level() >= 0:
         streams = [x, x]
         for i, branch in enumerate(branches):
             y = recompute(branch, streams[1 - i % 2], layout, context, context_layout)

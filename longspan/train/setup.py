@@ -384,8 +384,8 @@ def make_optimizer(train: TrainConfig, module: torch.nn.Module) -> torch.optim.O
     return MuonAdamW(own, lr=train.lr, betas=betas)
 
 
-def ngram_weight_decay(train: TrainConfig, steps: int, epochs: float) -> float:
-    """Return the weight decay of n-gram tables: in the first epoch as without --ngram-decay, then what it asks for.
+def ngram_weight_decay(train: TrainConfig, steps: int, repetition: float) -> float:
+    """Return the weight decay of n-gram tables: as without --ngram-decay until data is repeated, then what it asks for.
 
     A rare n-gram is remembered with the token that followed it, and when the data is read again that memory is right
     every time: the model learns to trust it, which held-out text does not bear out. Rows that decay between two of
@@ -394,12 +394,12 @@ def ngram_weight_decay(train: TrainConfig, steps: int, epochs: float) -> float:
     Args:
         train: The settings of the run.
         steps: Steps with this one.
-        epochs: How many times these steps read the data.
+        repetition: How many times these steps read the data, if it is repeated; see `Batches.repetition`.
     """
     before, peak = (train.weight_decay, train.lr) if train.embedding_lr is None else (0.0, train.embedding_lr)
-    if epochs <= 1:
+    if not repetition:
         return before
-    return max(before, min(train.ngram_decay * epochs / steps, _MAX_DECAY) / peak)
+    return max(before, min(train.ngram_decay * repetition / steps, _MAX_DECAY) / peak)
 
 
 def learning_rate(train: TrainConfig, step: int, done: float) -> float:

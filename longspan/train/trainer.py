@@ -324,9 +324,10 @@ class Trainer:
         self._between_steps = False
         if self.redraws.before_step(self.step, self.config.accumulate):
             self._states = [None] * self.config.accumulate
-        repeated = self.batches.epochs > 1
+        repeated = self.batches.repetition > 0
         batches = self._next_batches()
-        if self.batches.epochs > 1 and not repeated:
+        repetition = self.batches.repetition
+        if repetition and not repeated:
             self._announce_repetition()
         self._batches.append((self.step, batches))
         (num_targets,) = self._sum(float(sum(batch.num_targets for batch in batches)))
@@ -345,7 +346,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * group.get("lr_ratio", 1.0)
             if group.get(setup.NGRAMS):
-                group["weight_decay"] = setup.ngram_weight_decay(self.config, self.step + 1, self.batches.epochs)
+                group["weight_decay"] = setup.ngram_weight_decay(self.config, self.step + 1, repetition)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.processes > 1:
@@ -362,7 +363,8 @@ class Trainer:
     def _announce_repetition(self) -> None:
         decays = any(group.get(setup.NGRAMS) for group in self.optimizer.param_groups)
         more = ", and n-gram tables decay (--ngram-decay)" if decays else ""
-        self.logger.info(f"step {self.step + 1}: all training data was read once; it is repeated from here on{more}")
+        what = "all training data" if self.batches.epochs > 1 else "a source of the training data"
+        self.logger.info(f"step {self.step + 1}: {what} was read once; it is repeated from here on{more}")
 
     def _synchronizing(self, last: bool) -> AbstractContextManager[Any]:
         """Return the context of a micro-batch: only the gradients of the last one are summed over processes."""

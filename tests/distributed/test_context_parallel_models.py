@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ranks import spawn
 from test_context_parallel import gradients, largest
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from longspan import AttentionConfig, Classifier, EncoderDecoder, LanguageModel, ModelConfig, Packing, Transformer
 from longspan.distributed import context_parallel
@@ -114,6 +115,22 @@ def check_execution(rank: int) -> None:
         divided = context_parallel(model, dist.group.WORLD)
         x = tokens(2, T)
         agree(backward(divided.loss(x[:, piece]), one.loss(x), divided, one), str(options))
+
+
+def check_sharded(rank: int) -> None:
+    """Weights that FSDP2 shards branch by branch."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (3,))
+    for execution in ("keep", "recompute", "recompute_heads", "reverse"):
+        one, model = twins(LanguageModel, config("linear", depth=2, residual="double", execution=execution))
+        for branch in model.transformer.stack.branches:
+            fully_shard(branch, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        register_fsdp_forward_method(model, "loss")
+        loss, exact = model.loss(tokens(2, T)), one.loss(tokens(2, T))
+        loss.backward()
+        exact.backward()
+        grads = zip(model.parameters(), one.parameters(), strict=True)
+        agree([(loss, exact), *((x.grad.full_tensor(), y.grad) for x, y in grads)], f"sharded, {execution}")
 
 
 def check_vectors(rank: int) -> None:
@@ -296,6 +313,7 @@ CHECKS = {
         check_encoder_decoder,
         check_classifier,
         check_execution,
+        check_sharded,
         check_vectors,
         check_ngrams,
         check_redraw,

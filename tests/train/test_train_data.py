@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import lzma
 import random
 from collections import Counter
@@ -22,6 +23,7 @@ from longspan.ops.loss import IGNORE_INDEX
 from longspan.train.data.batches import (
     Batch,
     BatchShape,
+    LabeledBatches,
     ShuffledBatches,
     StatefulBatches,
     evaluation_batches,
@@ -362,6 +364,60 @@ def test_source_weights(tmp_path: Path) -> None:
         share(f"3={small}", str(large))
     with pytest.raises(ValueError, match="must be above 0"):
         share(f"0={small}", str(large))
+
+
+def test_weights_of_labeled_sources(tmp_path: Path) -> None:
+    """Without them every document is read once in an epoch, and the order is that of one source."""
+    for source, rows in (("small", 12), ("large", 60)):
+        lines = "".join(json.dumps({"text": source[0] * 9, "label": i % 2}) + "\n" for i in range(rows))
+        (tmp_path / f"{source}.jsonl").write_text(lines)
+    small, large = (str(tmp_path / f"{source}.jsonl") for source in ("small", "large"))
+
+    def read(*data: str) -> tuple[LabeledBatches, float]:
+        found = store(tmp_path / "store", *data, held_out=0.0, options=ReadOptions(labeled=True))
+        batches = LabeledBatches(found, BatchShape(31, 6), seed=0)
+        letters = torch.cat([batches.next_step()[0].tokens[:, 0] for _ in range(12)])
+        return batches, float((letters == ord("s")).double().mean())
+
+    assert read(small, large)[1] == pytest.approx(12 / 72)
+    batches, share = read(f"3={small}", f"1={large}")
+    assert share == pytest.approx(0.75)
+    assert batches.state_dict() == {"drawn": [54, 18]}
+    assert batches.repetition == pytest.approx(0.75 * 54 / 12)
+    again = LabeledBatches(batches.store, batches.shape, seed=0)
+    again.load_state_dict(batches.state_dict())
+    assert torch.equal(again.next_step()[0].tokens, batches.next_step()[0].tokens)
+    earlier = LabeledBatches(batches.store, batches.shape, seed=0)
+    earlier.load_state_dict({"drawn": 72})  # Versions before read all sources as one.
+    assert (earlier.epochs, earlier.next_step()[0].tokens.shape) == (1, (6, 9))
+
+
+@pytest.mark.parametrize("kind", ["windows", "stateful"])
+def test_a_small_source_is_repeated_beside_a_large_one(tmp_path: Path, kind: str) -> None:
+    """A token counts as often as its source was read; tokens of a source that is not repeated count 0."""
+    small, large, one = (tmp_path / f"{name}.txt" for name in ("small", "large", "one"))
+    small.write_bytes(b"a" * 311)
+    large.write_bytes(b"b" * 50_000)
+    one.write_bytes(b"c")  # a document without a target
+    found = store(tmp_path / "store", f"1={small}", f"3={large}", f"9={one}", held_out=0.0)
+    shape = BatchShape(31, 4)
+    batches: Any = (
+        StatefulBatches(found, shape, seed=0)
+        if kind == "stateful"
+        else ShuffledBatches(found, shape, packed=False, seed=0)
+    )
+    assert batches.repetition == 0
+    read = [0.0, 0.0]
+    for _ in range(60):
+        for batch in batches.next_step():
+            letters = batch.tokens if batch.key_mask is None else batch.tokens[batch.key_mask]
+            read = [n + float((letters == ord(letter)).sum()) for n, letter in zip(read, "ab", strict=True)]
+        expected = read[0] / sum(read) * read[0] / 311 if read[0] > 320 else 0.0
+        if not 280 < read[0] <= 320:
+            assert batches.repetition == pytest.approx(expected, rel=0.15)
+    assert read[0] > 1000
+    assert read[1] < 50_000
+    assert batches.epochs < 1
 
 
 def test_an_evaluation_scores_every_token_once(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from training import ElasticRun, arguments, longspan, metrics, ranks, trained, write_corpus
 
-from longspan.distributed.mesh import MeshShape
+from longspan import AttentionConfig, LanguageModel, ModelConfig
+from longspan.distributed.mesh import MeshShape, shard_weights
 from longspan.distributed.rendezvous import agree_on_prefix
 from longspan.models.checkpoint import LAST, load
 from longspan.models.sharded import ShardReader
@@ -215,6 +216,23 @@ def test_every_process_evaluates_as_many_batches() -> None:
         assert len(set(counts)) == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"residual": "hyper"}, "connections.0.mix_scale"),
+        ({"norm_position": "rezero"}, "branches.0.weight"),
+        ({"final_norm": "scale"}, "norm.scale"),
+    ],
+)
+def test_scalars_are_not_sharded(options: dict[str, Any], name: str) -> None:
+    attention = AttentionConfig(num_heads=2)
+    model = LanguageModel(ModelConfig(dim=8, depth=1, causal=True, vocab_size=9, attention=attention, **options))
+    with pytest.raises(
+        ValueError, match=rf"FSDP does not shard scalars such as \S*{re.escape(name)}: .* without --mesh"
+    ):
+        shard_weights(model, SimpleNamespace())  # type: ignore[arg-type]
+
+
 def test_a_folder_that_a_process_does_not_see_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"of the main process is not visible on .* that all nodes share"):
         check_shared(tmp_path, main=False)
@@ -298,6 +316,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "carried": ({"carry_state": True}, "fsdp=2"),
     "carried pieces": ({"carry_state": True, "chunk_length": 17}, "dp=2"),
     "masked": ({"objective": "masked"}, "cp=2"),
+    "reversed": ({"model.residual": "double", "model.execution": "reverse"}, "fsdp=2"),
     "windows": ({"packing": "off"}, "cp=2"),
     "carried and divided": ({"carry_state": True}, "cp=2"),
     "classes": ({"objective": "classify", "held_out": 0.3}, "cp=2"),

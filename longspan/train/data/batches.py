@@ -104,8 +104,19 @@ class Batches(ABC, Generic[Item]):
 
     @property
     @abstractmethod
+    def progress(self) -> list[tuple[float, float]]:
+        """How much of each source was read, and how much it has: in tokens, sequences or documents."""
+
+    @property
     def epochs(self) -> float:
         """How many times the training data was read."""
+        return sum(read for read, _ in self.progress) / sum(size for _, size in self.progress)
+
+    @property
+    def repetition(self) -> float:
+        """How many times the source of a token was read, on average over the tokens read; 0 until it is repeated."""
+        repeated = sum(read * read / size for read, size in self.progress if read > size)
+        return repeated / max(1, sum(read for read, _ in self.progress))
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -156,8 +167,8 @@ class ShuffledBatches(Batches[list[Span]]):
         return self.store.train.total - sum(sampler.tokens for sampler in self.samplers)
 
     @property
-    def epochs(self) -> float:
-        return sum(self.drawn) / sum(sampler.count for sampler in self.samplers)
+    def progress(self) -> list[tuple[float, float]]:
+        return [(drawn, sampler.count) for drawn, sampler in zip(self.drawn, self.samplers, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
         return {"drawn": list(self.drawn)}
@@ -234,10 +245,10 @@ class StatefulBatches(Batches[tuple[Span, bool]]):
 
     def __init__(self, store: TokenStore, shape: BatchShape, *, seed: int) -> None:
         super().__init__(store, shape, seed=seed)
-        sources = sorted(set(store.train.source.tolist()))
-        parts = [store.train.of_source(s) for s in sources]
-        self.parts = [part.take(np.flatnonzero(part.length > 1)) for part in parts]
-        self.weights = _source_weights(store, sources, [part.total for part in self.parts])
+        long = store.train.take(np.flatnonzero(store.train.length > 1))
+        self.sources = sorted(set(long.source.tolist()))
+        self.parts = [long.of_source(s) for s in self.sources]
+        self.weights = _source_weights(store, self.sources, [part.total for part in self.parts])
         self.drawn, self.tokens = [0] * len(self.parts), [0] * len(self.parts)
         self.lanes: list[list[int]] = [[0, 0]] * shape.num_sequences  # start of the next chunk, tokens left
 
@@ -247,9 +258,12 @@ class StatefulBatches(Batches[tuple[Span, bool]]):
         return self.store.train.total - sum(part.total for part in self.parts)
 
     @property
-    def epochs(self) -> float:
-        read = sum(self.tokens) - sum(left for _, left in self.lanes)
-        return read / sum(part.total for part in self.parts)
+    def progress(self) -> list[tuple[float, float]]:
+        start, left = np.array(self.lanes).T
+        segment = np.searchsorted(self.store.train.start, start, side="right") - 1
+        unread = np.bincount(self.store.train.source[segment], left, minlength=self.sources[-1] + 1)
+        read = zip(self.sources, self.tokens, self.parts, strict=True)
+        return [(number - float(unread[source]), part.total) for source, number, part in read]
 
     def state_dict(self) -> dict[str, Any]:
         return {"drawn": list(self.drawn), "tokens": list(self.tokens), "lanes": [list(lane) for lane in self.lanes]}
@@ -290,25 +304,36 @@ class StatefulBatches(Batches[tuple[Span, bool]]):
 class LabeledBatches(Batches[tuple[Span, int]]):
     """Documents with their class, cropped at a random position if longer than the context, padded if shorter."""
 
-    drawn = 0
+    def __init__(self, store: TokenStore, shape: BatchShape, *, seed: int) -> None:
+        super().__init__(store, shape, seed=seed)
+        sources = sorted(set(store.train.source.tolist()))
+        weighted = any(store.metadata["sources"][s]["weight"] is not None for s in sources)
+        self.parts = [store.train.of_source(s) for s in sources] if weighted else [store.train]
+        self.weights = _source_weights(store, sources, []) if weighted else [1.0]
+        self.seeds = [derive_seed(seed, s) for s in sources] if weighted else [seed]
+        self.drawn = [0] * len(self.parts)
 
     @property
-    def epochs(self) -> float:
-        return self.drawn / len(self.store.train)
+    def progress(self) -> list[tuple[float, float]]:
+        return [(drawn, len(part)) for drawn, part in zip(self.drawn, self.parts, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"drawn": self.drawn}
+        return {"drawn": list(self.drawn)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.drawn = int(state["drawn"])
+        drawn = state["drawn"]
+        if isinstance(drawn, int):  # Earlier versions read all sources as one.
+            self.parts, self.weights, self.seeds, drawn = [self.store.train], [1.0], [self.seed], [drawn]
+        self.drawn = [int(n) for n in drawn]
 
     def _next(self, index: int) -> tuple[Span, int]:
-        segments = self.store.train
-        epoch, position = divmod(self.drawn, len(segments))
-        self.drawn += 1
-        i = permute_index(position, len(segments), derive_seed(self.seed, epoch))
+        source = min(range(len(self.parts)), key=lambda i: ((self.drawn[i] + 1) / self.weights[i], i))
+        segments, seed = self.parts[source], self.seeds[source]
+        epoch, position = divmod(self.drawn[source], len(segments))
+        self.drawn[source] += 1
+        i = permute_index(position, len(segments), derive_seed(seed, epoch))
         length = min(int(segments.length[i]), self.shape.context)
-        offset = derive_seed(self.seed, epoch, i) % (int(segments.length[i]) - length + 1)
+        offset = derive_seed(seed, epoch, i) % (int(segments.length[i]) - length + 1)
         return Span(int(segments.start[i]) + offset, length, False), int(segments.label[i])
 
     def _collate(self, items: Sequence[tuple[Span, int]]) -> Batch:
