@@ -130,7 +130,9 @@ def backward(
             d_scores = group.weigh(d_num, group.v)
             d_query.baddbmm_(d_scores, group.f)
             d_f.baddbmm_(d_scores.mT, scaled)
-            d_v.baddbmm_(group.weigh(scaled, group.f).mT, d_num[..., :E])
+            # Not of `scaled`: a key without weight may have a feature whose product with it overflows.
+            weights = group.weigh(query, group.f)
+            d_v.baddbmm_((weights if factor is None else weights.mul_(factor)).mT, d_num[..., :E])
         if problem.epsilon:
             prefix = _running_sums(group.v, starts[i, here, :, M])[0]
             d_mass = (_by_head(d_num, span) * prefix[:, None]).sum(-1, keepdim=True).flatten(1, 2)
