@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from longspan import __version__
 from longspan.models.adapter import ADAPTER_CONFIG, merge_adapter
-from longspan.models.config import ModelConfig
+from longspan.models.config import OF_TOKENS, ModelConfig
 from longspan.models.transformer import Classifier, EncoderDecoder, LanguageModel, Transformer
 from longspan.utils import choose, join_names, read_json
 
@@ -95,6 +95,12 @@ def write(model: Model, folder: Path, more: Mapping[str, Any] | None = None) -> 
     return {TENSORS: digest}
 
 
+def _read_config(values: Mapping[str, Any]) -> ModelConfig:
+    # Before version 0.2 models of vectors accepted options of embeddings of tokens, and ignored them.
+    ignored = {**OF_TOKENS, "axial_shape": None} if values.get("vocab_size") is None else {}
+    return ModelConfig.from_dict({**values, **ignored})
+
+
 def load(folder: str | os.PathLike[str], *, device: torch.device | str | None = None, adapter: bool = True) -> Model:
     """Load a model from a checkpoint folder or a run's folder, in the dtypes it was saved in and in training mode.
 
@@ -120,7 +126,7 @@ def load(folder: str | os.PathLike[str], *, device: torch.device | str | None = 
     cls = CLASSES[choose(f"class in {where}", description["class"], CLASSES)]
     try:
         arguments: dict[str, Any] = {
-            name: ModelConfig.from_dict(value) if isinstance(value, Mapping) else value
+            name: _read_config(value) if isinstance(value, Mapping) else value
             for name, value in description["arguments"].items()
         }
         for config in arguments.values():

@@ -251,6 +251,17 @@ def test_wrong_description(change: dict, parts: tuple[str, ...], tmp_path: Path)
         load(tmp_path / "model")
 
 
+def test_options_that_models_of_vectors_ignored(tmp_path: Path) -> None:
+    model = Transformer(config())
+    save(model, tmp_path / "model")
+    path = tmp_path / "model" / CONFIG
+    description = json.loads(path.read_text())
+    description["arguments"]["config"] |= {"positions": "axial", "axial_shape": [4, 8], "embed_dim": 3, "ngrams": [2]}
+    path.write_text(json.dumps(description))
+    loaded = load(tmp_path / "model")
+    assert loaded.config == model.config
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
