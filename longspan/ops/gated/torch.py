@@ -247,11 +247,12 @@ class _Decay(NamedTuple):
             return self._weigh(torch.bmm(a, b.mT), b.shape[1])
         C = b.shape[1]
         a, b = _padded(a.unflatten(1, (-1, C))), _padded(b)
-        A = a.new_zeros(*a.shape[:3], a.shape[2])
-        A.diagonal(dim1=-2, dim2=-1).copy_((a * b[:, None]).sum(-1))
+        A = torch.diag_embed((a * b[:, None]).sum(-1))
         for level in self.levels:
-            found = level.rows(a) @ level.columns(b).mT
-            _level_pairs(A, level.half).copy_(found.unflatten(2, (-1, level.half)))
+            half = level.half
+            found = (level.rows(a) @ level.columns(b).mT).unflatten(2, (-1, half))
+            for n, i in enumerate(range(0, A.shape[3], 2 * half)):
+                A[:, :, i + half : i + 2 * half, i : i + half] = found[:, n]
         return A[:, :, :C, :C].flatten(1, 2)
 
     def add_pairs_grad(self, d: Tensor, a: Tensor, b: Tensor, d_a: Tensor, d_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -295,8 +296,7 @@ class _DecayLevel(NamedTuple):
 
     def rows(self, a: Tensor) -> Tensor:
         """(Y, R, C, D) -> (Y, n, R h, D): the second halves, from the middle on."""
-        rows = _second(a, self.half)
-        return torch.mul(rows, self.second[:, :, None], out=a.new_empty(rows.shape)).flatten(2, 3)
+        return (_second(a, self.half) * self.second[:, :, None]).flatten(2, 3)
 
     def columns(self, b: Tensor) -> Tensor:
         """(Y, C, D) -> (Y, n, h, D): the first halves, to the middle."""
